@@ -1,0 +1,61 @@
+"""Everstep keeps PyTorch training alive: every step survives, and a resumed run continues bit for bit.
+
+    run.py          guard(), Run: the door a training loop walks in by
+    archive.py      open(), Archive: the door for people and tools who read
+    # ground: imports nothing of ours but ground
+    types errors events clock config image topology
+    # the road out: a byte leaves the model
+    capture/        off the device, without stopping it     layout arena snapshot extras position
+    store/          onto a medium, all or nothing           tier disk memory manifest retain
+    keeper/         out of the trainer's way                protocol flush keeper process client
+    # the road home: a byte returns
+    recover/        back to the same step on every rank     survey plan assemble load
+    # beside the road
+    testing.py      the promises of a tier, as a suite that anybody can run
+    cli/            one file a command
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "guard": "everstep.run",
+    "Run": "everstep.run",
+    "open": "everstep.archive",
+    "Archive": "everstep.archive",
+    "init_process_group": "everstep.topology",
+    "Memory": "everstep.config",
+    "Disk": "everstep.config",
+    "Keep": "everstep.config",
+    "EverstepError": "everstep.errors",
+}
+
+__all__ = [
+    "Archive",
+    "Disk",
+    "EverstepError",
+    "Keep",
+    "Memory",
+    "Run",
+    "guard",
+    "init_process_group",
+    "open",
+]
+
+if TYPE_CHECKING:
+    from everstep.archive import Archive, open
+    from everstep.config import Disk, Keep, Memory
+    from everstep.errors import EverstepError
+    from everstep.run import Run, guard
+    from everstep.topology import init_process_group
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used, so that reading commands never pay for torch."""
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'everstep' has no attribute {name!r}")

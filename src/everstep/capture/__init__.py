@@ -1,0 +1,1 @@
+"""Off the device, without stopping it."""

@@ -1,0 +1,318 @@
+"""Shared memory that outlives the trainer: a control page and a few slots, each a whole image.
+
+A slot's life: `free` -> `opened` (its seal is wiped, copies run into it) -> `sealed` (its seal is written). The seal
+carries a checksum of itself and is written last, so that a reader in another process may trust what it finds after a
+crash at any instruction: a torn seal is no seal. Checks (chunk checksums of a sealed slot) come later, from whoever
+has the time, and name the seal that they belong to.
+
+An arena is files under a directory (shared memory, or any mount that was asked for), or memfds without a name that
+the keeper holds. Knows nothing of tensors, CUDA or steps beyond their numbers; imports no torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from everstep.errors import BadConfig, Damaged, NotEnoughMemory
+from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
+
+SHARED_MEMORY = Path("/dev/shm")
+MEMFD = "memfd"
+
+_MAGIC = b"EVERSTEP"
+_HEADER = struct.Struct("<8sIIIIQQ32sQ")  # magic, format, rank, world, slots, slot bytes, layout digest, run, pid
+_LIVE = struct.Struct("<QdQ")  # newest step, time of its cut, step at which everybody stops (0: never)
+_SEAL = struct.Struct("<QQdQQ32s")  # sequence, step, cut time, length, layout digest, generation
+_CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
+_SUM = struct.Struct("<Q")
+_LIVE_AT, _SEALS_AT, _SEAL_BYTES = 256, 512, 128
+MAX_SLOTS = (BLOCK - _SEALS_AT) // _SEAL_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    sequence: int
+    step: int
+    cut_time: float
+    length: int
+    layout_digest: int
+    generation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    step: int
+    cut_time: float
+    stop_at: int
+
+
+def _pack(record: bytes) -> bytes:
+    return record + _SUM.pack(xxhash.xxh3_64_intdigest(record))
+
+
+def _unpack(form: struct.Struct, buffer: mmap.mmap, at: int) -> tuple[int, ...] | None:
+    record = buffer[at : at + form.size]
+    (total,) = _SUM.unpack_from(buffer, at + form.size)
+    return form.unpack(record) if total == xxhash.xxh3_64_intdigest(record) else None
+
+
+def _checks_bytes(slot_bytes: int) -> int:
+    return round_up(_CHECKS.size + 8 * -(-slot_bytes // CHUNK_BYTES) + _SUM.size, BLOCK)
+
+
+class Arena:
+    """One rank's slots. The trainer writes; anybody may read at any time."""
+
+    before: Callable[[str], None] = staticmethod(lambda operation: None)  # tests kill here
+
+    def __init__(self, control: int, slots: list[int], place: str) -> None:
+        """Take over open descriptors; `place` is a directory, or MEMFD."""
+        self.place = place
+        self.descriptors = [control, *slots]
+        self.control = mmap.mmap(control, os.fstat(control).st_size)
+        fields = _unpack(_HEADER, self.control, 0)
+        if fields is None or fields[0] != _MAGIC:
+            raise Damaged("not an arena", file=place)
+        _, version, self.rank, self.world, count, self.slot_bytes, self.layout_digest, run, self.pid = fields
+        self.run = bytes(run).decode()  # type: ignore[arg-type]
+        if version != FORMAT or count != len(slots) or count > MAX_SLOTS:
+            raise Damaged(f"an arena of format {version} with {count} slots", file=place)
+        if any(os.fstat(slot).st_size != self.slot_bytes for slot in slots):
+            raise Damaged("an arena whose slots are cut off", file=place)
+        populate = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self.slots = [mmap.mmap(slot, self.slot_bytes, flags=populate) for slot in slots]
+
+    # -- making and finding
+
+    @classmethod
+    def create(
+        cls, root: Path | None, *, run: str, rank: int, world: int, layout: ImageLayout, slots: int
+    ) -> Arena:
+        """A new arena with empty slots: under `root`, or of memfds if there is none. Memory is taken now or refused."""
+        size = layout.total_bytes
+        control_bytes = BLOCK + slots * _checks_bytes(size)
+        header = _HEADER.pack(
+            _MAGIC, FORMAT, rank, world, slots, size, layout.digest, run.encode(), os.getpid()
+        )  # fmt: skip
+        names = ["control", *(f"slot-{i}.safetensors" for i in range(slots))]
+        folder = None
+        if root is not None:
+            folder = root / run / f"rank-{rank:05d}-{layout.digest:016x}"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True, mode=0o700)
+        opened: list[int] = []
+        try:
+            for name in names:
+                if folder is None:
+                    opened.append(os.memfd_create(f"everstep-{run[:8]}-{rank}-{name}", os.MFD_CLOEXEC))
+                else:
+                    opened.append(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            for descriptor, wanted in zip(opened, [control_bytes, *[size] * slots], strict=True):
+                os.posix_fallocate(descriptor, 0, wanted)
+            for slot in opened[1:]:
+                os.pwrite(slot, layout.header, 0)
+            cls.before("arena header")
+            os.pwrite(opened[0], _pack(header), 0)
+            return cls(opened[0], opened[1:], str(folder) if folder else MEMFD)
+        except OSError as error:
+            for descriptor in opened:
+                os.close(descriptor)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            where = str(root) if root else "memory"
+            raise NotEnoughMemory(where, control_bytes + size * slots, free_memory(root), f"({error})") from error
+
+    @classmethod
+    def open(cls, folder: Path) -> Arena:
+        """The arena that lies in a directory, whoever made it."""
+        control = os.open(folder / "control", os.O_RDWR)
+        slots: list[int] = []
+        try:
+            while (folder / f"slot-{len(slots)}.safetensors").exists():
+                slots.append(os.open(folder / f"slot-{len(slots)}.safetensors", os.O_RDWR))
+            return cls(control, slots, str(folder))
+        except BaseException:
+            for descriptor in (control, *slots):
+                os.close(descriptor)
+            raise
+
+    def close(self) -> None:
+        for buffer in (self.control, *self.slots):
+            try:
+                buffer.close()
+            except BufferError:
+                pass  # tensors still look into it; the mapping goes with the last of them
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = []
+
+    def remove(self) -> None:
+        if self.place != MEMFD:
+            shutil.rmtree(self.place, ignore_errors=True)
+
+    # -- the trainer's side
+
+    def adopt(self) -> None:
+        """A new process takes over an arena that its predecessor left."""
+        fields = _HEADER.unpack_from(self.control, 0)
+        self.pid = os.getpid()
+        self.control[: _HEADER.size + _SUM.size] = _pack(_HEADER.pack(*fields[:-1], self.pid))
+
+    def free_slot(self, protect: int, leased: set[int]) -> int | None:
+        """The slot to overwrite next: never a leased one, never one of the newest `protect` sealed ones."""
+        seals = self.seals()
+        newest = sorted(seals, key=lambda slot: -seals[slot].sequence)
+        barred = leased | set(newest[:protect])
+        free = [slot for slot in range(len(self.slots)) if slot not in barred]
+        return min(free, key=lambda slot: seals[slot].sequence if slot in seals else -1, default=None)
+
+    def unseal(self, slot: int) -> None:
+        self.before("unseal")
+        at = _SEALS_AT + slot * _SEAL_BYTES
+        self.control[at : at + _SEAL.size + _SUM.size] = bytes(_SEAL.size + _SUM.size)
+
+    def unseal_after(self, step: int | None) -> None:
+        """Forget steps that the run is about to do again."""
+        for slot, seal in self.seals().items():
+            if step is None or seal.step > step:
+                self.unseal(slot)
+
+    def seal(self, slot: int, *, step: int, cut_time: float, generation: str) -> None:
+        self.before("seal")
+        newest = max((seal.sequence for seal in self.seals().values()), default=0)
+        sequence = max(newest + 1, time.time_ns())  # never used twice, so that stale checks match nothing
+        record = _SEAL.pack(sequence, step, cut_time, self.slot_bytes, self.layout_digest, generation.encode())
+        at = _SEALS_AT + slot * _SEAL_BYTES
+        self.control[at : at + _SEAL.size + _SUM.size] = _pack(record)
+
+    def flush(self, slot: int) -> None:
+        """Force a slot and its seal onto persistent memory, where the arena lies on such."""
+        self.slots[slot].flush()
+        self.control.flush()
+
+    def set_live(self, step: int, cut_time: float, stop_at: int = 0) -> None:
+        self.control[_LIVE_AT : _LIVE_AT + _LIVE.size + _SUM.size] = _pack(_LIVE.pack(step, cut_time, stop_at))
+
+    # -- any reader's side
+
+    def live(self) -> Live:
+        fields = _unpack(_LIVE, self.control, _LIVE_AT)
+        return Live(step=fields[0], cut_time=fields[1], stop_at=fields[2]) if fields else Live(step=0, cut_time=0.0, stop_at=0)  # noqa: E501
+
+    def seals(self) -> dict[int, Seal]:
+        """The sealed slots."""
+        found = {}
+        for slot in range(len(self.slots)):
+            fields = _unpack(_SEAL, self.control, _SEALS_AT + slot * _SEAL_BYTES)
+            if fields is not None and fields[3] == self.slot_bytes:
+                sequence, step, cut_time, length, digest, generation = fields
+                found[slot] = Seal(
+                    sequence=sequence, step=step, cut_time=cut_time, length=length, layout_digest=digest,
+                    generation=bytes(generation).decode(),  # type: ignore[arg-type]
+                )  # fmt: skip
+        return found
+
+    def slot_of(self, step: int) -> int | None:
+        return next((slot for slot, seal in self.seals().items() if seal.step == step), None)
+
+    def image(self, slot: int) -> memoryview:
+        return memoryview(self.slots[slot])
+
+    def checks(self, slot: int) -> tuple[int, ...] | None:
+        """The chunk checksums of what is sealed in a slot, if somebody has made them."""
+        seal = self.seals().get(slot)
+        at = BLOCK + slot * _checks_bytes(self.slot_bytes)
+        sequence, count = _CHECKS.unpack_from(self.control, at)
+        if seal is None or sequence != seal.sequence or count != -(-self.slot_bytes // CHUNK_BYTES):
+            return None
+        record = self.control[at : at + _CHECKS.size + 8 * count]
+        (total,) = _SUM.unpack_from(self.control, at + len(record))
+        return struct.unpack_from(f"<{count}Q", record, _CHECKS.size) if total == xxhash.xxh3_64_intdigest(record) else None  # noqa: E501
+
+    def set_checks(self, slot: int, sequence: int, checksums: tuple[int, ...]) -> None:
+        at = BLOCK + slot * _checks_bytes(self.slot_bytes)
+        record = _CHECKS.pack(sequence, len(checksums)) + struct.pack(f"<{len(checksums)}Q", *checksums)
+        self.control[at : at + len(record) + _SUM.size] = _pack(record)
+
+
+# -- where arenas lie
+
+
+def arena_root(path: str | None) -> Path:
+    """The private directory of this user's arenas."""
+    base = Path(path) if path else SHARED_MEMORY
+    if not base.is_dir():
+        raise BadConfig(f"Memory(path={str(base)!r}) is not a directory")
+    return base / f"everstep-{os.getuid()}"
+
+
+def open_root(path: str | None) -> Path:
+    """Make it if need be, and refuse one that somebody else could write to."""
+    root = arena_root(path)
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or root.is_symlink():
+        raise BadConfig(f"{root} is not private to this user (mode {status.st_mode & 0o777:o}); remove it or chmod 700")
+    return root
+
+
+def find_arenas(root: Path, run: str) -> Iterator[Arena]:
+    """Every readable arena of a run on this node; broken ones are left out, since they hold nothing."""
+    for folder in sorted((root / run).glob("rank-*")):
+        try:
+            arena = Arena.open(folder)
+        except (OSError, Damaged, ValueError):
+            continue
+        yield arena
+
+
+def free_memory(root: Path | None) -> int:
+    """Bytes that an arena may still take: the least of mount, machine and control group."""
+    limits = []
+    if root is not None:
+        mount = os.statvfs(root if root.exists() else root.parent)
+        limits.append(mount.f_bavail * mount.f_frsize)
+    if root is None or _is_memory(root):
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":") for line in meminfo)
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+        limits.extend(_control_group())
+    return min(limits)
+
+
+def _is_memory(root: Path) -> bool:
+    return str(root).startswith(str(SHARED_MEMORY))
+
+
+def _control_group() -> list[int]:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return []
+    return [] if limit == "max" else [max(0, int(limit) - used)]
+
+
+def choose_place(path: str | None, needed_bytes: int, slots: int) -> Path | None:
+    """The directory for an arena of this size, or None for memfds; too little memory of any kind is refused here."""
+    advice = f"Free some, lower Memory(slots={slots}), or put the arena elsewhere with Memory(path=...)."
+    if path is not None:
+        root = open_root(path)
+        if free_memory(root) < needed_bytes:
+            raise NotEnoughMemory(str(root), needed_bytes, free_memory(root), advice)
+        return root
+    if free_memory(None) < needed_bytes:
+        raise NotEnoughMemory("memory", needed_bytes, free_memory(None), advice)
+    if not SHARED_MEMORY.is_dir():
+        return None
+    root = open_root(None)
+    return root if free_memory(root) >= needed_bytes else None

@@ -1,0 +1,313 @@
+"""What the state is made of: every tensor by its full name, whose share it is, and in which bucket it travels.
+
+`Subjects` holds the objects that a user gave to guard() and lists their tensors. `share` cuts common tensors among the
+ranks, by rows, so that each rank copies about the same number of bytes; it is a function of the listing alone, so the
+ranks need not talk. `buckets` groups pieces in the order in which the optimizers will overwrite them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everstep.errors import BadConfig, Unstorable
+from everstep.image import Wanted
+from everstep.types import OptimizerInfo
+
+BUCKET_BYTES = 32 << 20
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of the state."""
+
+    name: str
+    tensor: Tensor
+    gate: int | None  # the optimizer whose step overwrites it; None: nobody does, or nobody says when
+    at_cut: bool  # may change at any time after the cut, so it is copied in the cut
+    common: bool  # the same on every rank
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows of an entry that this rank keeps."""
+
+    entry: Entry
+    first: int
+    rows: int
+
+    def source(self, tensor: Tensor | None = None) -> Tensor:
+        tensor = (self.entry.tensor if tensor is None else tensor).detach()
+        return tensor if tensor.dim() == 0 or self.rows == tensor.shape[0] else tensor.narrow(0, self.first, self.rows)
+
+    def wanted(self) -> Wanted:
+        shape = tuple(self.entry.tensor.shape)
+        start = (self.first, *(0,) * (len(shape) - 1)) if shape else ()
+        extent = (self.rows, *shape[1:]) if shape else ()
+        return Wanted(
+            name=self.entry.name, dtype=DTYPES[self.entry.tensor.dtype], shape=shape, start=start, extent=extent,
+            private=not self.entry.common,
+        )  # fmt: skip
+
+    @property
+    def bytes(self) -> int:
+        tensor = self.entry.tensor
+        return tensor.nbytes if tensor.dim() == 0 else tensor.nbytes // max(1, tensor.shape[0]) * self.rows
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the prefixes that DDP, compile and activation checkpointing put in."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper).replace("." + wrapper, ".")
+    return name
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The user's own module, without DDP and compile around it."""
+    while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
+        module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def is_replicated(module: nn.Module) -> bool:
+    while hasattr(module, "_orig_mod"):
+        module = module._orig_mod  # type: ignore[assignment]
+    return isinstance(module, nn.parallel.DistributedDataParallel)
+
+
+def _numbered(prefix: str, items: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(prefix, items[0])] if len(items) == 1 else [(f"{prefix}.{i}", item) for i, item in enumerate(items)]
+
+
+@dataclass(slots=True)
+class Listing:
+    entries: list[Entry]
+    aliases: dict[str, str]  # second names of tied tensors
+    on_host: tuple[str, ...]  # optimizer state that lies on the host though its parameter does not
+    unchanged: Callable[[], bool]  # whether the objects still hold these very tensors
+    unchanged_at_cut: Callable[[], bool]  # the same, for those that are copied in the cut
+
+
+@dataclass(slots=True, kw_only=True)
+class Subjects:
+    """The objects whose state is kept."""
+
+    models: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    scaler: Any = None
+    modules: dict[str, nn.Module] = field(default_factory=dict)  # from extra=
+
+    def names(self) -> dict[int, str]:
+        """The full name of every parameter, by its id."""
+        found: dict[int, str] = {}
+        for prefix, model in self.named_modules():
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), f"{prefix}.{plain_name(name)}")
+        for prefix, optimizer in _numbered("optimizer", self.optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                for i, parameter in enumerate(group["params"]):
+                    found.setdefault(id(parameter), f"{prefix}.params.{g}.{i}")
+        return found
+
+    def optimizer_infos(self) -> tuple[OptimizerInfo, ...]:
+        names = self.names()
+        return tuple(
+            OptimizerInfo(
+                type=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+                groups=tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups),
+            )
+            for optimizer in self.optimizers
+        )
+
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        return _numbered("model", self.models) + [(f"extra.{key}", module) for key, module in self.modules.items()]
+
+    def listing(self) -> Listing:
+        names = self.names()
+        gate = {
+            id(parameter): i
+            for i, optimizer in enumerate(self.optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        entries: dict[int, Entry] = {}
+        aliases: dict[str, str] = {}
+        on_host: list[str] = []
+        watch, at_cut = _Watch(), _Watch()
+
+        def add(name: str, tensor: Tensor, holder: dict[Any, Any], key: Any, **how: Any) -> None:
+            _check(name, tensor)
+            (at_cut if how["at_cut"] else watch).add(holder, key, tensor)
+            known = entries.get(id(tensor))
+            if known is None:
+                entries[id(tensor)] = Entry(name=name, tensor=tensor, **how)
+            elif known.name != name:
+                aliases[name] = known.name
+
+        common: dict[int, bool] = {}
+        for prefix, model in self.named_modules():
+            replicated = is_replicated(model)
+            for path, module in model.named_modules(remove_duplicate=False):
+                for key, parameter in module._parameters.items():
+                    if parameter is not None:
+                        common[id(parameter)] = common.get(id(parameter), False) or replicated
+                        name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
+                        how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
+                        add(name, parameter, module._parameters, key, **how)
+                for key, buffer in module._buffers.items():
+                    if buffer is not None:
+                        kind = "" if key not in module._non_persistent_buffers_set else "volatile."
+                        name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
+                        add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
+        for i, (prefix, optimizer) in enumerate(_numbered("optimizer", self.optimizers)):
+            watch.grows(optimizer.state)
+            for g, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if isinstance(value, Tensor) and value.is_cuda:
+                        name = f"{prefix}.group.{g}.{key}"
+                        add(name, value, group, key, gate=None, at_cut=True, common=False)
+                for parameter in group["params"]:
+                    name, same = names[id(parameter)], common.get(id(parameter), False)
+                    if id(parameter) not in common:
+                        holder = {"params": parameter}
+                        add(name, parameter, holder, "params", gate=i, at_cut=False, common=False)
+                    state = optimizer.state.get(parameter, {})
+                    watch.grows(state)
+                    for key, value in state.items():
+                        if isinstance(value, Tensor):
+                            full = f"{prefix}.state.{name}.{key}"
+                            if value.device != parameter.device:
+                                on_host.append(full)
+                            add(full, value, state, key, gate=i, at_cut=False, common=same)
+        for key in ("_scale", "_growth_tracker"):
+            value = getattr(self.scaler, key, None)
+            if isinstance(value, Tensor):
+                add(f"scaler.{key}", value, vars(self.scaler), key, gate=None, at_cut=True, common=False)
+        _check_unique(entries.values())
+        return Listing(list(entries.values()), aliases, tuple(on_host), watch.unchanged, at_cut.unchanged)
+
+
+class _Watch:
+    """Sees, without a line of Python per tensor, whether any of many tensors was replaced or added."""
+
+    def __init__(self) -> None:
+        self._holders: list[dict[Any, Any]] = []
+        self._keys: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._growing: list[Any] = []
+        self._sizes: list[int] = []
+
+    def add(self, holder: dict[Any, Any], key: Any, tensor: Tensor) -> None:
+        self._holders.append(holder)
+        self._keys.append(key)
+        self._tensors.append(tensor)
+        self._addresses.append(tensor.data_ptr())
+
+    def grows(self, container: Any) -> None:
+        self._growing.append(container)
+        self._sizes.append(len(container))
+
+    def unchanged(self) -> bool:
+        return (
+            list(map(len, self._growing)) == self._sizes
+            and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._tensors))
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+        )
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        raise Unstorable(name, tensor, "only plain tensors can be captured; sharded and wrapped ones are not supported")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES:
+        raise Unstorable(name, tensor, f"it is {tensor.layout}, {tensor.dtype}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise Unstorable(name, tensor, f"it is on {tensor.device}")
+
+
+def _check_unique(entries: Any) -> None:
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name in seen:
+            raise BadConfig(f"two different tensors are called {entry.name}")
+        seen.add(entry.name)
+
+
+def share(entries: Sequence[Entry], rank: int, world: int) -> list[Share]:
+    """What this rank keeps: all of its own, and its part of what is common, cut between rows."""
+    total = sum(entry.tensor.nbytes for entry in entries if entry.common)
+    low, high = total * rank // world, total * (rank + 1) // world
+    kept: list[Share] = []
+    at = 0
+    for entry in entries:
+        shape, size = entry.tensor.shape, entry.tensor.nbytes
+        rows = shape[0] if shape else 1
+        if not entry.common:
+            kept.append(Share(entry, 0, rows))
+            continue
+        row_bytes = size // rows if rows else 0
+        if row_bytes == 0:
+            first, last = 0, rows if rank == 0 else 0
+            empty = rank != 0
+        else:
+            first, last = (min(rows, max(0, -((at - edge) // row_bytes))) for edge in (low, high))
+            empty = first == last
+        if not empty:
+            kept.append(Share(entry, first, last - first))
+        at += size
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some 32 MB that are copied and gated as one."""
+
+    shares: tuple[Share, ...]
+    gates: frozenset[int]  # the optimizers that must not step before it is copied
+
+
+def buckets(shares: Sequence[Share], order: Sequence[int]) -> list[Bucket]:
+    """Pieces in the order in which their optimizers step, what lies on the host first; what nobody overwrites last."""
+    place = {optimizer: i for i, optimizer in enumerate(order)}
+
+    def turn(item: Share) -> int:
+        gate = item.entry.gate
+        return len(place) + 1 if gate is None else place.get(gate, len(place))
+
+    by_device: dict[torch.device, list[Share]] = {}
+    for item in sorted((s for s in shares if not s.entry.at_cut and s.bytes), key=turn):
+        by_device.setdefault(item.entry.tensor.device, []).append(item)
+    devices = sorted(by_device, key=lambda device: (device.type != "cpu", str(device)))
+    return [bucket for device in devices for bucket in _packed(by_device[device])]
+
+
+def _packed(shares: list[Share]) -> Iterator[Bucket]:
+    current: list[Share] = []
+    size = 0
+    for item in shares:
+        if current and size + item.bytes > BUCKET_BYTES:
+            yield _bucket(current)
+            current, size = [], 0
+        current.append(item)
+        size += item.bytes
+    if current:
+        yield _bucket(current)
+
+
+def _bucket(shares: list[Share]) -> Bucket:
+    return Bucket(tuple(shares), frozenset(s.entry.gate for s in shares if s.entry.gate is not None))

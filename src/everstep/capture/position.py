@@ -1,0 +1,206 @@
+"""Where the data stands: which batch comes next, and how to get there again without reading what was already read.
+
+A position is plain data: the pass over the loader, the batches taken in it, the global samples taken in it, the random
+state with which the pass began, and the loader's own state where it keeps one. Three kinds of loader:
+
+- `stateful`: has state_dict and load_state_dict (StatefulDataLoader and others): its own word is taken.
+- `sampled`: a plain DataLoader over a map-style dataset: its sampler is run again and its first batches are dropped
+  before any sample is read. With a DistributedSampler the cut is made in the global order, so that another number of
+  ranks continues where this one stopped.
+- `opaque`: any other iterable: the first batches are read and thrown away.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from everstep.capture.extras import random_state, set_random_state
+from everstep.errors import Mismatch
+
+
+def _kind(loader: Any) -> str:
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return "stateful"
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return "sampled"
+    return "opaque"
+
+
+class _From:
+    """A batch sampler (or sampler) that begins somewhere in the middle.
+
+    Samplers draw their seed when their first item is asked for, which must happen with the random state of that
+    moment: `drop` asks for what is skipped, and is called once the loader's iterator stands.
+    """
+
+    def __init__(self, batches: Iterable[Any], skip: int) -> None:
+        self._batches, self._skip = batches, skip
+        self._iterator: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iterator = iter(self._batches)
+        return self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        self.drop()
+        yield from self._iterator
+
+    def drop(self) -> None:
+        for _ in range(self._skip):
+            next(self._iterator, None)
+        self._skip = 0
+
+
+class _Rest:
+    """What is left of a DistributedSampler's pass after `taken` global samples, for this rank."""
+
+    def __init__(self, sampler: Any, taken: int) -> None:
+        self._sampler, self._taken = sampler, taken
+
+    def __iter__(self) -> Iterator[int]:
+        whole = copy.copy(self._sampler)
+        whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = 1, 0, len(whole.dataset), len(whole.dataset)  # noqa: E501
+        order = list(whole)
+        rest, ranks = order[self._taken :], self._sampler.num_replicas
+        if self._sampler.drop_last:
+            rest = rest[: len(rest) // ranks * ranks]
+        elif len(rest) % ranks:
+            rest += list(itertools.islice(itertools.cycle(order), ranks - len(rest) % ranks))
+        return iter(rest[self._sampler.rank :: ranks])
+
+
+class Feed:
+    """Passes over a loader, again and again, and always knows where it stands."""
+
+    def __init__(self, loader: Any, rank: int, world: int) -> None:
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        self.loader, self.kind = loader, _kind(loader)
+        self.rank, self.world = rank, world
+        self.epoch = 0
+        self._batches = 0  # taken in this pass
+        self._samples = 0  # taken in this pass by all ranks
+        self._iterator: Iterator[Any] | None = None
+        self._began: dict[str, Any] | None = None
+        sampler = getattr(loader, "sampler", None) if isinstance(loader, DataLoader) else None
+        self._distributed = sampler if isinstance(sampler, DistributedSampler) else None
+        self._batch_samples = 1
+        if sampler is not None and loader.batch_sampler is not None:
+            self._batch_samples = getattr(loader.batch_sampler, "batch_size", 1)
+
+    def position(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "world": self.world,
+            "epoch": self.epoch,
+            "batches": self._batches,
+            "samples": self._samples if self._distributed is not None else None,
+            "began": self._began,
+            "loader": self.loader.state_dict() if self.kind == "stateful" and self._iterator is not None else None,
+        }
+
+    def restore(self, position: dict[str, Any]) -> None:
+        """Stand where `position` says; the next batch is the one after it."""
+        self.epoch = position["epoch"]
+        if position["began"] is None:
+            return
+        self._batches, self._began = position["batches"], position["began"]
+        self._samples = position["samples"] or 0
+        before = random_state()
+        self._set_epoch()
+        self._set_began(position["began"])
+        self._iterator = self._resumed(position)
+        set_random_state(before)
+
+    def _resumed(self, position: dict[str, Any]) -> Iterator[Any]:
+        same_world = position["world"] == self.world
+        if position["loader"] is not None and same_world:
+            if self.kind != "stateful":
+                raise Mismatch("the saved loader had a state_dict and this one has none; give the same kind of loader")
+            self.loader.load_state_dict(position["loader"])
+            return iter(self.loader)
+        if self._distributed is not None and position["samples"] is not None:
+            self.kind = "sampled"  # for the rest of this pass its own count would start in the middle
+            return self._iterate_over(_Rest(self._distributed, self._samples))
+        if not same_world:
+            raise Mismatch(
+                f"the data position was saved by {position['world']} ranks and this job has {self.world}; only a "
+                "DataLoader with a DistributedSampler can be divided anew"
+            )
+        if self.kind == "sampled":
+            return self._iterate_over(_From(self._index_sampler(), self._batches))
+        iterator = iter(self.loader)
+        for _ in range(self._batches):
+            next(iterator, None)
+        return iterator
+
+    def next_batch(self) -> Any:
+        """The next batch, or StopIteration at the end of a pass."""
+        if self._iterator is None:
+            self._set_epoch()
+            self._began = self._beginning()
+            self._iterator = iter(self.loader)
+        batch = next(self._iterator)
+        self._batches += 1
+        self._samples += self._batch_samples * self.world
+        return batch
+
+    def end_pass(self) -> None:
+        self.epoch += 1
+        self._iterator, self._began, self.kind = None, None, _kind(self.loader)
+        self._batches = self._samples = 0
+
+    # -- how a pass begins
+
+    def _set_epoch(self) -> None:
+        for holder in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(self.epoch)
+
+    def _generators(self) -> list[Any]:
+        """The generators of loader and samplers, each once."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        holders = (self.loader, getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))  # noqa: E501
+        found = [getattr(holder, "generator", None) for holder in holders]
+        return list({id(g): g for g in found if g is not None}.values())
+
+    def _beginning(self) -> dict[str, Any]:
+        return {
+            "random": random_state(),
+            "generators": [generator.get_state().numpy().tobytes() for generator in self._generators()],
+        }
+
+    def _set_began(self, began: dict[str, Any]) -> None:
+        import torch
+
+        set_random_state(began["random"])
+        generators = self._generators()
+        if len(generators) != len(began["generators"]):
+            raise Mismatch("the loader or its sampler had a generator= when saved and has none now, or the reverse")
+        for generator, state in zip(generators, began["generators"], strict=True):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def _index_sampler(self) -> Any:
+        return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+
+    def _iterate_over(self, samples: _Rest | _From) -> Iterator[Any]:
+        """iter(loader) with its sampler replaced for the moment in which the iterator takes hold of it."""
+        name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        original = getattr(self.loader, name)
+        replacement: Any = samples
+        if name == "batch_sampler" and isinstance(samples, _Rest):
+            replacement = copy.copy(original)
+            replacement.sampler = samples
+        object.__setattr__(self.loader, name, replacement)
+        try:
+            iterator = iter(self.loader)
+        finally:
+            object.__setattr__(self.loader, name, original)
+        if isinstance(samples, _From):
+            samples.drop()
+        return iterator

@@ -1,0 +1,527 @@
+"""Off the device without stopping it: a base per cut, copied bucket by bucket while the next step computes.
+
+The road of one capture, and the words for it:
+
+    cut       the training thread: what may change before the next update is shadowed, extras are taken, the copier is
+              woken; nothing waits for a copy
+    copy      the copier thread: each bucket on a side stream behind the cut (or by hand, for host tensors)
+    gate      the training thread, before an optimizer steps: the compute stream waits on the device for the buckets
+              that this optimizer overwrites; for host tensors the thread itself waits
+    seal      the copier thread, once all copies are there: the slot becomes a base
+    abandon   the capture is given up (no free slot, state changed its shape); the gates open, nothing is sealed
+
+A base is one consistent cut because a gated tensor cannot change between cut and gate, and everything else is copied
+in the cut. The copier seals one base before it copies the next, so ranks never drift more than one base apart.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.capture.arena import Arena, choose_place
+from everstep.capture.layout import TORCH_DTYPES, Bucket, Entry, Listing, Share, Subjects, buckets, share
+from everstep.config import Settings
+from everstep.errors import BadConfig, EverstepError
+from everstep.events import Arena as ArenaMade
+from everstep.events import Degraded, Sink, Skipped
+from everstep.image import FORMAT, ImageLayout, lay_out
+from everstep.topology import Topology
+from everstep.types import ImageInfo, Piece
+
+_EXTRAS_MARGIN = 64 << 10
+_WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
+_version = attrgetter("_version")
+
+
+@dataclass(slots=True)
+class _Job:
+    step: int
+    cut_time: float
+    extras: bytes
+
+
+@dataclass(slots=True)
+class _Views:
+    """Destinations in one slot, in the order of the sources."""
+
+    extras: Tensor
+    shadows: list[Tensor]
+    buckets: list[list[Tensor]]
+    flat: Tensor
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A device's side stream, with the event it starts behind and the one it ends with."""
+
+    stream: torch.cuda.Stream
+    cut: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+@dataclass(slots=True)
+class _Shape:
+    """Everything that is made once, when the state is first complete, and again when it changes its shape."""
+
+    layout: ImageLayout
+    listing: Listing
+    shares: list[Share]
+    shadowed: list[Tensor]
+    shadows: list[Tensor]
+    buckets: list[Bucket]
+    sources: list[list[Tensor]]
+    gates: dict[int, list[int]]  # optimizer -> the last bucket of each device that it must wait for
+    arena: Arena
+    views: list[_Views]
+    events: list[torch.cuda.Event | None]
+    lanes: dict[torch.device, _Lane]
+    staging: dict[torch.device, Tensor] = field(default_factory=dict)
+    staged: dict[int, list[Tensor]] = field(default_factory=dict)  # bucket -> its views of the staging memory
+    runs: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+class Capture:
+    """Takes bases of `subjects`, one per cut. One thread of training, one thread of copying."""
+
+    def __init__(
+        self,
+        subjects: Subjects,
+        *,
+        topology: Topology,
+        settings: Settings,
+        run: str,
+        generation: str,
+        emit: Sink,
+        attach: Callable[[Arena], None],
+        inherit: Callable[[int], list[Arena]],
+        resumed_from: int | None,
+        leased: set[int],
+    ) -> None:
+        self._subjects, self._topology, self._settings = subjects, topology, settings
+        self._run, self._generation, self._emit = run, generation, emit
+        self._attach, self._inherit, self._resumed_from = attach, inherit, resumed_from
+        self._superseded: list[Arena] = []
+        self._shape: _Shape | None = None
+        self._order: list[int] = []  # optimizers, as they first stepped
+        self.stepped = False
+        self._lock = threading.Condition()
+        self._leased: set[int] = leased
+        self._job: _Job | None = None
+        self._progress = 1 << 30  # buckets of the current job whose copies are launched (device) or done (host)
+        self._failure: BaseException | None = None
+        self._reshape = False
+        self._closed = False
+        self._versions: int | None = None
+        self._cuts = 0
+        self._fence_in_cut = False
+        self.sealed_step: int | None = resumed_from
+        self.stall_s = 0.0
+        self._handles = [
+            handle
+            for i, optimizer in enumerate(subjects.optimizers)
+            for handle in (
+                optimizer.register_step_pre_hook(lambda *_, i=i: self._gate(i)),
+                optimizer.register_step_post_hook(lambda *_, i=i: self._after_step(i)),
+            )
+        ]
+        self._thread = threading.Thread(target=self._work, name="everstep-copier", daemon=True)
+        self._thread.start()
+
+    # -- hooks on the optimizers
+
+    def _gate(self, optimizer: int) -> None:
+        """Let no update pass a copy."""
+        shape = self._shape
+        needed = shape.gates.get(optimizer) if shape is not None else None
+        if shape is None or not needed:
+            return
+        if self._versions is not None:
+            self._check_versions()
+        if self._progress <= needed[-1]:
+            begin = time.perf_counter()
+            with self._lock:
+                self._lock.wait_for(lambda: self._progress > needed[-1])
+            self.stall_s += time.perf_counter() - begin
+        for bucket in needed:
+            event = shape.events[bucket]
+            if event is not None:
+                torch.cuda.current_stream(shape.sources[bucket][0].device).wait_event(event)
+
+    def _after_step(self, optimizer: int) -> None:
+        self.stepped = True
+        if self._shape is None and optimizer not in self._order:
+            self._order.append(optimizer)
+
+    # -- the training thread
+
+    def cut(self, step: int, extras: bytes) -> None:
+        """The state is consistent now: begin to copy it."""
+        self._raise_failure()
+        begin = time.perf_counter()
+        if self._job is not None:
+            with self._lock:
+                self._lock.wait_for(lambda: self._job is None)
+        shape = self._shape
+        if shape is not None and not shape.listing.unchanged_at_cut() and not self._rebind(shape):
+            self._reshape = True
+        if shape is None or self._reshape or len(extras) > shape.layout.extras_bytes - 8:
+            shape = self._shape = self._make_shape(len(extras))
+            self._reshape = False
+        if shape.shadows:
+            torch._foreach_copy_(shape.shadows, shape.shadowed)
+        for device, lane in shape.lanes.items():
+            lane.cut.record(torch.cuda.current_stream(device))
+        cut_time = time.time()
+        shape.arena.set_live(step, cut_time)
+        self._watch_versions(shape)
+        with self._lock:
+            self._progress = 0
+            self._job = _Job(step, cut_time, extras)
+            self._lock.notify_all()
+            if self._fence_in_cut:
+                self._lock.wait_for(lambda: self._job is None)
+        self.stall_s += time.perf_counter() - begin
+
+    def wait_sealed(self) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._job is None)
+        self._raise_failure()
+
+    def lease(self, step: int) -> int | None:
+        """Keep the slot of a sealed step as it is until `release`; None if it is no longer there."""
+        with self._lock:
+            slot = self._shape.arena.slot_of(step) if self._shape is not None else None
+            if slot is not None:
+                self._leased.add(slot)
+            return slot
+
+    def release(self, slot: int | None = None) -> None:
+        """Give back one slot, or all of them when the keeper is gone."""
+        with self._lock:
+            self._leased = self._leased - {slot} if slot is not None else set()
+            self._lock.notify_all()
+
+    def arena(self) -> Arena | None:
+        return self._shape.arena if self._shape is not None else None
+
+    def close(self) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._job is None)
+            self._closed = True
+            self._lock.notify_all()
+        self._thread.join()
+        for handle in self._handles:
+            handle.remove()
+        if self._shape is not None:
+            _unpin(self._shape)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise EverstepError(f"capturing failed: {failure}") from failure
+
+    def _watch_versions(self, shape: _Shape) -> None:
+        """In the first captures, remember how often each gated tensor was written, to compare at the gate."""
+        self._cuts += 1
+        if self._cuts <= _WATCHED_CUTS:
+            gated = [s.entry.tensor for s in shape.shares if not s.entry.at_cut]
+            self._versions = sum(map(_version, gated))
+
+    def _check_versions(self) -> None:
+        shape = self._shape
+        assert shape is not None
+        gated = [s.entry.tensor for s in shape.shares if not s.entry.at_cut]
+        changed, self._versions = sum(map(_version, gated)) != self._versions, None
+        if changed and not self._fence_in_cut:
+            self._fence_in_cut = True
+            self._unseal_newest(shape)
+            self._emit(
+                Degraded(
+                    what="capture is no longer asynchronous",
+                    reason="the loop writes parameters outside optimizer.step(), between two steps; from now on every "
+                    "cut waits for its copies. Write them before asking for the next batch to get the speed back.",
+                )
+            )
+
+    def _unseal_newest(self, shape: _Shape) -> None:
+        """The capture in flight may be torn: it must not be found."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._job is None)
+            slot = shape.arena.slot_of(self.sealed_step) if self.sealed_step is not None else None
+            if slot is not None and slot not in self._leased:
+                shape.arena.unseal(slot)
+
+    # -- making the shape
+
+    def _make_shape(self, extras_bytes: int) -> _Shape:
+        topology, settings = self._topology, self._settings
+        listing = self._subjects.listing()
+        shares = share(listing.entries, topology.rank, topology.world)
+        info = ImageInfo(
+            format=FORMAT, run=self._run, rank=topology.rank, world=topology.world, aliases=listing.aliases,
+            on_host=listing.on_host, optimizers=self._subjects.optimizer_infos(),
+        )  # fmt: skip
+        wanted = [s.wanted() for s in sorted(shares, key=lambda s: s.entry.tensor.is_cuda)]
+        capacity = 2 * extras_bytes + _EXTRAS_MARGIN
+        layout = lay_out(wanted, info, capacity)
+        arena = self._make_arena(layout)
+        places = {piece.name: piece for piece in layout.pieces}
+        in_cut = [s for s in shares if s.entry.at_cut]
+        shadowed = [s.source() for s in in_cut]
+        groups = buckets(shares, self._order)
+        data_at = len(layout.header)
+        views = [_views(arena, slot, layout, in_cut, groups, places, data_at) for slot in range(len(arena.slots))]
+        devices = sorted({s.entry.tensor.device for s in shares if s.entry.tensor.is_cuda}, key=str)
+        shape = _Shape(
+            layout=layout,
+            listing=listing,
+            shares=shares,
+            shadowed=shadowed,
+            shadows=[torch.empty_like(source) for source in shadowed],
+            buckets=groups,
+            sources=[[s.source() for s in bucket.shares] for bucket in groups],
+            gates=_gates(groups),
+            arena=arena,
+            views=views,
+            events=[torch.cuda.Event() if _device(bucket).type == "cuda" else None for bucket in groups],
+            lanes={device: _lane(device) for device in devices},
+        )
+        if settings.mode == "device":
+            _stage(shape, data_at, places)
+        pinned = _pin(shape, self._emit) if devices else False
+        self._emit(
+            ArenaMade(
+                rank=topology.rank, slots=len(arena.slots), slot_bytes=arena.slot_bytes, place=arena.place,
+                buckets=len(groups), pinned=pinned,
+            )
+        )  # fmt: skip
+        return shape
+
+    def _make_arena(self, layout: ImageLayout) -> Arena:
+        """Take over the arena that an earlier life left, if it fits; else make one beside what is there.
+
+        What is there goes only after the first seal in the new one.
+        """
+        if self._shape is not None:
+            _unpin(self._shape)
+            self._superseded.append(self._shape.arena)
+        else:
+            fitting = None
+            for left in self._inherit(self._topology.rank):
+                left.unseal_after(self._resumed_from)
+                if left.layout_digest == layout.digest and left.slot_bytes == layout.total_bytes:
+                    fitting = left
+                else:
+                    self._superseded.append(left)
+            if fitting is not None:
+                fitting.adopt()
+                self._attach(fitting)
+                return fitting
+        slots = self._settings.memory.slots or (3 if self._topology.world == 1 else 4)
+        root = choose_place(self._settings.memory.path, slots * layout.total_bytes, slots)
+        arena = Arena.create(
+            root, run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout, slots=slots
+        )  # fmt: skip
+        self._attach(arena)
+        return arena
+
+    def _rebind(self, shape: _Shape) -> bool:
+        """The tensors were replaced: take the new ones if they have the same shape."""
+        listing = self._subjects.listing()
+        if [_signature(e) for e in listing.entries] != [_signature(e) for e in shape.listing.entries]:
+            return False
+        fresh = {entry.name: entry for entry in listing.entries}
+        shape.listing = listing
+        shape.shares = [Share(fresh[s.entry.name], s.first, s.rows) for s in shape.shares]
+        shape.shadowed = [s.source() for s in shape.shares if s.entry.at_cut]
+        shape.sources = [[s.source(fresh[s.entry.name].tensor) for s in bucket.shares] for bucket in shape.buckets]
+        return True
+
+    # -- the copier thread
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._job is not None or self._closed)
+                job = self._job
+            if job is None:
+                return
+            try:
+                self._copy_and_seal(job)
+            except BaseException as error:
+                self._failure = error
+            finally:
+                self._advance(1 << 30)
+                with self._lock:
+                    self._job = None
+                    self._lock.notify_all()
+
+    def _advance(self, progress: int) -> None:
+        with self._lock:
+            self._progress = progress
+            self._lock.notify_all()
+
+    def _copy_and_seal(self, job: _Job) -> None:
+        shape = self._shape
+        assert shape is not None
+        if not shape.listing.unchanged() and not self._rebind(shape):
+            self._reshape = True
+            self._skip(job, "the state changed its shape; the next step is captured into a new arena")
+            return
+        for lane in shape.lanes.values():
+            lane.cut.synchronize()
+        with self._lock:
+            slot = shape.arena.free_slot(1 if self._topology.world == 1 else 2, self._leased)
+            if slot is not None:
+                shape.arena.unseal(slot)
+        if slot is None:
+            self._skip(job, "no free slot: a flush is still reading, and the other slots hold the newest steps")
+            return
+        views = shape.views[slot]
+        payload = struct.pack("<Q", len(job.extras)) + job.extras
+        views.extras[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self._copy(shape, views)
+        if self._settings.mode == "direct":
+            shape.arena.flush(slot)
+        shape.arena.seal(slot, step=job.step, cut_time=job.cut_time, generation=self._generation)
+        if self._settings.mode == "direct":
+            shape.arena.flush(slot)
+        self.sealed_step = job.step
+        while self._superseded:
+            self._superseded.pop().remove()
+
+    def _copy(self, shape: _Shape, views: _Views) -> None:
+        with _side(shape.lanes):
+            for index, sources in enumerate(shape.sources):
+                torch._foreach_copy_(shape.staged.get(index, views.buckets[index]), sources, non_blocking=True)
+                event = shape.events[index]
+                if event is not None:
+                    event.record(shape.lanes[sources[0].device].stream)
+                self._advance(index + 1)
+            for device, runs in shape.runs.items():
+                for begin, end in runs:
+                    views.flat[begin:end].copy_(shape.staging[device][begin:end], non_blocking=True)
+            if views.shadows:
+                torch._foreach_copy_(views.shadows, shape.shadows, non_blocking=True)
+            for lane in shape.lanes.values():
+                lane.end.record(lane.stream)
+        for lane in shape.lanes.values():
+            lane.end.synchronize()
+
+    def _skip(self, job: _Job, reason: str) -> None:
+        self._emit(Skipped(rank=self._topology.rank, step=job.step, reason=reason))
+
+
+def _signature(entry: Entry) -> tuple[Any, ...]:
+    tensor = entry.tensor
+    return (entry.name, tensor.dtype, tuple(tensor.shape), tensor.device, entry.gate, entry.at_cut, entry.common)
+
+
+def _device(bucket: Bucket) -> torch.device:
+    return bucket.shares[0].entry.tensor.device
+
+
+def _lane(device: torch.device) -> _Lane:
+    return _Lane(torch.cuda.Stream(device), torch.cuda.Event(blocking=True), torch.cuda.Event(blocking=True))
+
+
+def _gates(groups: list[Bucket]) -> dict[int, list[int]]:
+    last: dict[int, dict[torch.device, int]] = {}
+    for index, bucket in enumerate(groups):
+        for optimizer in bucket.gates:
+            last.setdefault(optimizer, {})[_device(bucket)] = index
+    return {optimizer: sorted(by_device.values()) for optimizer, by_device in last.items()}
+
+
+def _view(flat: Tensor, piece: Piece, data_at: int) -> Tensor:
+    begin = data_at + piece.offset
+    return flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]).view(piece.extent)
+
+
+def _views(
+    arena: Arena,
+    slot: int,
+    layout: ImageLayout,
+    in_cut: list[Share],
+    groups: list[Bucket],
+    places: dict[str, Piece],
+    data_at: int,
+) -> _Views:
+    flat = torch.frombuffer(arena.slots[slot], dtype=torch.uint8)
+    return _Views(
+        extras=flat[layout.extras_offset : layout.extras_offset + layout.extras_bytes],
+        shadows=[_view(flat, places[s.entry.name], data_at) for s in in_cut],
+        buckets=[[_view(flat, places[s.entry.name], data_at) for s in bucket.shares] for bucket in groups],
+        flat=flat,
+    )
+
+
+def _stage(shape: _Shape, data_at: int, places: dict[str, Piece]) -> None:
+    """Mode `device`: buckets go to spare device memory first, and from there to the slot in long runs."""
+    if not shape.lanes:
+        raise BadConfig("mode='device' needs state on a CUDA device; for training on the CPU use mode='host'")
+    for device in shape.lanes:
+        shape.staging[device] = torch.empty(shape.layout.total_bytes, dtype=torch.uint8, device=device)
+        shape.runs[device] = []
+    for index, bucket in enumerate(shape.buckets):
+        device = _device(bucket)
+        if device.type == "cuda":
+            pieces = [places[item.entry.name] for item in bucket.shares]
+            shape.staged[index] = [_view(shape.staging[device], piece, data_at) for piece in pieces]
+            shape.runs[device] += [(data_at + p.offset, data_at + p.offset + p.length) for p in pieces]
+    for device, runs in shape.runs.items():
+        shape.runs[device] = _merged(sorted(runs))
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for begin, end in runs:
+        if merged and merged[-1][1] == begin:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+class _side:
+    """All side streams current, for the copies of one base."""
+
+    def __init__(self, lanes: dict[torch.device, _Lane]) -> None:
+        self._contexts = [torch.cuda.stream(lane.stream) for lane in lanes.values()]
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
+
+
+def _pin(shape: _Shape, emit: Sink) -> bool:
+    for views in shape.views:
+        status = torch.cuda.cudart().cudaHostRegister(views.flat.data_ptr(), views.flat.numel(), 0)
+        if int(status) != 0:
+            emit(
+                Degraded(
+                    what="the arena is not pinned",
+                    reason=f"cudaHostRegister answered {int(status)}; copies are slower. Raise the memlock limit.",
+                )
+            )
+            return False
+    return True
+
+
+def _unpin(shape: _Shape) -> None:
+    if shape.lanes:
+        for views in shape.views:
+            torch.cuda.cudart().cudaHostUnregister(views.flat.data_ptr())

@@ -1,0 +1,117 @@
+"""Every way Everstep says no.
+
+    EverstepError                      exit 1
+    ├── NothingToRestore               exit 3   also FileNotFoundError
+    ├── Damaged                        exit 4   also ValueError: bytes that fail their check
+    │   └── NewerFormat                exit 4   written by a later Everstep
+    ├── Mismatch                       exit 5   also ValueError: the checkpoint and the program differ
+    ├── Unstorable                     exit 5   also TypeError: state that no format of ours can hold
+    ├── RunHeld                        exit 6   another process holds this run
+    ├── NotEnoughMemory                exit 7   also MemoryError
+    ├── TierFailed                     exit 7   also OSError: a medium refused
+    │   └── NotEnoughSpace             exit 7
+    ├── KeeperLost                     exit 8   the keeper cannot be reached or started
+    └── BadConfig                      exit 2   also ValueError: an argument that cannot be right
+
+Each error carries the fields a program needs and a sentence a person can act on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class EverstepError(Exception):
+    exit_code = 1
+
+
+class BadConfig(EverstepError, ValueError):
+    exit_code = 2
+
+
+class NothingToRestore(EverstepError, FileNotFoundError):
+    exit_code = 3
+
+
+class Damaged(EverstepError, ValueError):
+    exit_code = 4
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        tier: str = "",
+        file: str = "",
+        step: int | None = None,
+        rank: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        self.reason, self.tier, self.file = reason, tier, file
+        self.step, self.rank, self.chunk = step, rank, chunk
+        fields = (("tier", tier or None), ("step", step), ("rank", rank), ("file", file or None), ("chunk", chunk))
+        where = ", ".join(f"{key} {value}" for key, value in fields if value is not None)
+        super().__init__(f"{reason} ({where})" if where else reason)
+
+
+class NewerFormat(Damaged):
+    pass
+
+
+class Mismatch(EverstepError, ValueError):
+    exit_code = 5
+
+    def __init__(self, message: str, differences: Sequence[str] = ()) -> None:
+        self.differences = tuple(differences)
+        shown = list(self.differences[:20])
+        if len(self.differences) > 20:
+            shown.append(f"... and {len(self.differences) - 20} more")
+        super().__init__("\n  ".join([message, *shown]))
+
+
+class Unstorable(EverstepError, TypeError):
+    exit_code = 5
+
+    def __init__(self, key: str, value: object, why: str = "") -> None:
+        self.key, self.type = key, f"{type(value).__module__}.{type(value).__qualname__}"
+        super().__init__(
+            f"{key} is a {self.type}, which cannot be stored without pickle{': ' + why if why else ''}. "
+            "Give it a state_dict() of numbers, strings, bytes, lists, dicts and tensors, or leave it out."
+        )
+
+
+class RunHeld(EverstepError, RuntimeError):
+    exit_code = 6
+
+    def __init__(self, directory: str, pid: int, host: str) -> None:
+        self.directory, self.pid, self.host = directory, pid, host
+        super().__init__(
+            f"{directory} is in use by process {pid} on {host}. "
+            "Wait for it to end, stop it, or give this run a directory of its own."
+        )
+
+
+class NotEnoughMemory(EverstepError, MemoryError):
+    exit_code = 7
+
+    def __init__(self, where: str, needed_bytes: int, free_bytes: int, advice: str) -> None:
+        self.where, self.needed_bytes, self.free_bytes = where, needed_bytes, free_bytes
+        super().__init__(
+            f"the arena needs {needed_bytes / 1e6:,.1f} MB in {where} and {free_bytes / 1e6:,.1f} MB are free. {advice}"
+        )
+
+
+class TierFailed(EverstepError, OSError):
+    exit_code = 7
+
+
+class NotEnoughSpace(TierFailed):
+    def __init__(self, tier: str, needed_bytes: int, free_bytes: int) -> None:
+        self.tier, self.needed_bytes, self.free_bytes = tier, needed_bytes, free_bytes
+        super().__init__(
+            f"{tier} has {free_bytes / 1e6:,.1f} MB free and the write needs {needed_bytes / 1e6:,.1f} MB. "
+            "Free some space or lower keep=; training goes on and the write is tried again."
+        )
+
+
+class KeeperLost(EverstepError, ConnectionError):
+    exit_code = 8

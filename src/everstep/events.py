@@ -1,0 +1,150 @@
+"""One vocabulary of what happened.
+
+Live runs emit these; the command line, the tuner and reports read them. A sink is any callable that takes an event;
+`EventLog` is the one that keeps them, a JSON line each, in the run's directory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
+    time: float = msgspec.field(default_factory=time.time)
+
+
+class Started(Event):
+    rank: int
+    world: int
+    pid: int
+    step: int
+    source: str  # memory, disk, or nothing
+
+
+class Rejected(Event):
+    """A candidate was passed over at recovery."""
+
+    step: int
+    source: str
+    reason: str
+
+
+class Arena(Event):
+    rank: int
+    slots: int
+    slot_bytes: int
+    place: str
+    buckets: int
+    pinned: bool
+
+
+class Skipped(Event):
+    """A step was not captured."""
+
+    rank: int
+    step: int
+    reason: str
+
+
+class Persisted(Event):
+    step: int
+    bytes: int
+    seconds: float
+    direct: bool
+
+
+class Degraded(Event):
+    """Something is not as safe as it was asked to be, and training goes on."""
+
+    what: str
+    reason: str
+
+
+class KeeperStarted(Event):
+    pid: int
+    node: str
+
+
+class KeeperEnded(Event):
+    pid: int
+    reason: str
+
+
+class Scavenged(Event):
+    step: int
+    ranks: tuple[int, ...]
+
+
+class Retired(Event):
+    step: int
+    reason: str
+
+
+class Stopping(Event):
+    """A signal asked the run to end at a step boundary."""
+
+    rank: int
+    signal: str
+    step: int
+
+
+class Finished(Event):
+    rank: int
+    step: int
+
+
+AnyEvent = (
+    Started
+    | Rejected
+    | Arena
+    | Skipped
+    | Persisted
+    | Degraded
+    | KeeperStarted
+    | KeeperEnded
+    | Scavenged
+    | Retired
+    | Stopping
+    | Finished
+)
+Sink = Callable[[Event], None]
+
+
+class EventLog:
+    """Appends events to one file, a line each; the file may vanish or fill up without hurting anyone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self.lost = 0
+
+    def __call__(self, event: Event) -> None:
+        line = msgspec.json.encode(event) + b"\n"
+        with self._lock:
+            try:
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                try:
+                    os.write(descriptor, line)
+                finally:
+                    os.close(descriptor)
+            except OSError:
+                self.lost += 1  # a full disk must not stop training; the count is shown by status
+
+
+def read_events(directory: Path) -> list[AnyEvent]:
+    """All events of a run in the order of their times; lines torn by a crash are left out."""
+    decoder = msgspec.json.Decoder(AnyEvent)
+    found: list[AnyEvent] = []
+    for path in sorted(directory.glob("events-*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                found.append(decoder.decode(line))
+            except msgspec.DecodeError:
+                continue
+    return sorted(found, key=lambda event: event.time)

@@ -1,0 +1,188 @@
+"""The bytes of a base: one rank's share of one checkpoint, as a valid safetensors file.
+
+    u64 header length | JSON header, padded with spaces to a multiple of 4096 | tensor data without holes
+
+Tensors lie in order of falling element size, so that each is aligned for its dtype; the last one, EXTRAS, is a run
+of bytes that holds everything that is not a tensor and fills the file up to a multiple of 4096. The header's
+`__metadata__` says whose image it is and, for tensors that are only a box of a larger one, which box.
+
+Knows nothing of torch: dtypes are safetensors' names.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import xxhash
+
+from everstep.errors import Damaged, NewerFormat
+from everstep.types import ImageInfo, Piece
+
+FORMAT = 1
+BLOCK = 4096
+CHUNK_BYTES = 4 << 20
+MAX_HEADER_BYTES = 256 << 20
+EXTRAS = "everstep.extras"
+META = "everstep"
+
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece that has no place yet."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    private: bool = False
+
+
+class _Box(msgspec.Struct, frozen=True):
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+class _Meta(msgspec.Struct, frozen=True, kw_only=True):
+    info: ImageInfo
+    boxes: dict[str, _Box]
+    private: frozenset[str]
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class ImageLayout(msgspec.Struct, frozen=True):
+    """Where everything lies in an image; the same for every step until the state changes its shape."""
+
+    header: bytes  # with its length in front and its padding behind
+    pieces: tuple[Piece, ...]  # without EXTRAS
+    extras_offset: int  # from the start of the file
+    extras_bytes: int
+    total_bytes: int
+
+    @property
+    def digest(self) -> int:
+        return int(xxhash.xxh3_64_intdigest(self.header))
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def lay_out(wanted: Iterable[Wanted], info: ImageInfo, extras_capacity: int) -> ImageLayout:
+    """Give every piece its place, and make the header that says so."""
+    ordered = sorted(wanted, key=lambda w: -ITEM_BYTES[w.dtype])
+    pieces: list[Piece] = []
+    offset = 0
+    for w in ordered:
+        length = math.prod(w.extent) * ITEM_BYTES[w.dtype]
+        pieces.append(
+            Piece(
+                name=w.name, dtype=w.dtype, shape=w.shape, start=w.start, extent=w.extent,
+                offset=offset, length=length, private=w.private,
+            )
+        )  # fmt: skip
+        offset += length
+    extras_bytes = round_up(offset + max(extras_capacity, 8), BLOCK) - offset
+    meta = _Meta(
+        info=info,
+        boxes={p.name: _Box(p.shape, p.start) for p in pieces if not p.whole},
+        private=frozenset(p.name for p in pieces if p.private),
+    )
+    table: dict[str, object] = {"__metadata__": {META: msgspec.json.encode(meta, order="deterministic").decode()}}
+    for p in pieces:
+        table[p.name] = {"dtype": p.dtype, "shape": p.extent, "data_offsets": (p.offset, p.offset + p.length)}
+    table[EXTRAS] = {"dtype": "U8", "shape": (extras_bytes,), "data_offsets": (offset, offset + extras_bytes)}
+    body = msgspec.json.encode(table)
+    padded = round_up(8 + len(body), BLOCK) - 8
+    header = struct.pack("<Q", padded) + body.ljust(padded)
+    return ImageLayout(
+        header=header,
+        pieces=tuple(pieces),
+        extras_offset=len(header) + offset,
+        extras_bytes=extras_bytes,
+        total_bytes=len(header) + offset + extras_bytes,
+    )
+
+
+def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tuple[ImageLayout, ImageInfo]:
+    """Read a header that anybody may have written. `data` must hold at least the header."""
+
+    def bad(reason: str) -> Damaged:
+        return Damaged(f"not an image of ours: {reason}", file=file)
+
+    if len(data) < 8:
+        raise bad("shorter than its own header length")
+    (size,) = struct.unpack_from("<Q", data)
+    if size > min(MAX_HEADER_BYTES, total_bytes - 8):
+        raise bad(f"the header claims {size} bytes")
+    if len(data) < 8 + size:
+        raise bad("the header is cut off")
+    try:
+        raw = msgspec.json.decode(bytes(data[8 : 8 + size]), type=dict[str, msgspec.Raw])
+        strings = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
+        meta = msgspec.json.decode(strings[META], type=_Meta)
+        table = {name: msgspec.json.decode(value, type=_Tensor) for name, value in raw.items()}
+    except (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError) as error:
+        raise bad(f"unreadable header, {error}") from None
+    if meta.info.format > FORMAT:
+        raise NewerFormat(f"format {meta.info.format}, and this Everstep reads up to {FORMAT}; upgrade it", file=file)
+    pieces: list[Piece] = []
+    place, data_bytes = 0, total_bytes - 8 - size
+    for name, tensor in sorted(table.items(), key=lambda item: item[1].data_offsets):
+        begin, end = tensor.data_offsets
+        item = ITEM_BYTES.get(tensor.dtype)
+        if item is None:
+            raise bad(f"{name} has unknown dtype {tensor.dtype}")
+        if any(n < 0 for n in tensor.shape) or begin != place or end - begin != math.prod(tensor.shape) * item:
+            raise bad(f"{name} claims bytes {begin} to {end} for shape {tensor.shape}")
+        place = end
+        box = meta.boxes.get(name, _Box(tensor.shape, (0,) * len(tensor.shape)))
+        if len(box.shape) != len(tensor.shape) or len(box.start) != len(tensor.shape):
+            raise bad(f"{name} is a box of another rank than its tensor")
+        if any(s < 0 or s + e > n for s, e, n in zip(box.start, tensor.shape, box.shape, strict=True)):
+            raise bad(f"{name} is a box that leaves its tensor")
+        pieces.append(
+            Piece(
+                name=name, dtype=tensor.dtype, shape=box.shape, start=box.start, extent=tensor.shape,
+                offset=begin, length=end - begin, private=name in meta.private,
+            )
+        )  # fmt: skip
+    if place != data_bytes:
+        raise bad(f"its tensors fill {place} of {data_bytes} bytes")
+    extras = [p for p in pieces if p.name == EXTRAS]
+    if len(extras) != 1 or extras[0].length < 8:
+        raise bad("it has no extras")
+    layout = ImageLayout(
+        header=bytes(data[: 8 + size]),
+        pieces=tuple(p for p in pieces if p.name != EXTRAS),
+        extras_offset=8 + size + extras[0].offset,
+        extras_bytes=extras[0].length,
+        total_bytes=total_bytes,
+    )
+    return layout, meta.info
+
+
+def extras_of(layout: ImageLayout, image: memoryview, *, file: str = "") -> bytes:
+    """The payload of EXTRAS: a length, then that many bytes."""
+    (length,) = struct.unpack_from("<Q", image, layout.extras_offset)
+    if length > layout.extras_bytes - 8:
+        raise Damaged(f"extras claim {length} of {layout.extras_bytes - 8} bytes", file=file)
+    begin = layout.extras_offset + 8
+    return bytes(image[begin : begin + length])
+
+
+def chunk_checksums(image: memoryview) -> tuple[int, ...]:
+    digest = xxhash.xxh3_64_intdigest
+    return tuple(digest(image[at : at + CHUNK_BYTES]) for at in range(0, len(image), CHUNK_BYTES))

@@ -1,0 +1,229 @@
+"""The trainer's end: finds or starts the keeper, answers its questions, and outlives it.
+
+If the keeper dies the client starts another, introduces itself and its arena again, and all leases are void. Training
+notices nothing but an event.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.capture.arena import Arena
+from everstep.config import KeeperKind
+from everstep.errors import EverstepError, KeeperLost
+from everstep.events import Degraded, Sink
+from everstep.keeper.keeper import Keeper
+from everstep.keeper.process import start
+from everstep.keeper.protocol import (
+    Attach,
+    Bye,
+    Channel,
+    Durable,
+    Hello,
+    Inherit,
+    Inherited,
+    Lease,
+    LeaseAnswer,
+    Persist,
+    Release,
+    StopAt,
+    Trouble,
+    Welcome,
+    connect,
+)
+
+_ATTEMPTS = 5
+
+
+@dataclass(slots=True, kw_only=True)
+class Answers:
+    """What the trainer does when the keeper speaks."""
+
+    lease: Callable[[int], int | None]
+    release: Callable[[int | None], None]
+    stop_at: Callable[[int], None]
+
+
+class KeeperClient:
+    def __init__(self, kind: KeeperKind, run: str, directory: Path, emit: Sink) -> None:
+        self._kind, self._run, self._directory, self._emit = kind, run, directory, emit
+        self._hello: Hello | None = None
+        self._answers: Answers | None = None
+        self._arena: Arena | None = None
+        self._channel: Channel | None = None
+        self._state = threading.Condition()
+        self._closing = False
+        self._inline: threading.Thread | None = None
+        self.durable_step = -1
+        self.trouble = ""
+        self.leased: tuple[int, ...] = ()
+
+    # -- beginning and ending
+
+    def open(self, hello: Hello) -> None:
+        """Say hello; must be called before the first attach."""
+        self._hello = hello
+        self._introduce()
+        threading.Thread(target=self._listen, name="everstep-keeper-client", daemon=True).start()
+
+    def listen_with(self, answers: Answers) -> None:
+        self._answers = answers
+
+    def close(self, *, final: bool) -> None:
+        self._closing = True
+        self._send(Bye(final=final))
+        if self._channel is not None:
+            self._channel.close()
+        if self._inline is not None:
+            self._inline.join()
+
+    def _introduce(self) -> None:
+        assert self._hello is not None
+        for attempt in range(_ATTEMPTS):
+            self._channel = self._connect()
+            if self._channel is not None:
+                try:
+                    self._channel.send(self._hello)
+                    heard = self._channel.receive()
+                except KeeperLost:
+                    heard = None
+                if heard is not None and isinstance(heard[0], Welcome):
+                    self.leased = heard[0].leased
+                    if self._arena is not None:
+                        self._channel.send(Attach(place=self._arena.place), self._arena.descriptors)
+                    return
+            time.sleep(0.1 * attempt)  # it was just ending: a new one will do
+        raise KeeperLost(f"no keeper for {self._directory} after {_ATTEMPTS} attempts")
+
+    def _connect(self) -> Channel | None:
+        if self._kind == "inline":
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            keeper = Keeper(self._directory, self._emit)
+            self._inline = threading.Thread(
+                target=keeper.serve, args=(None, [Channel(theirs)]), name="everstep-keeper", daemon=True
+            )
+            self._inline.start()
+            return Channel(ours)
+        channel = connect(self._run)
+        if channel is None:
+            start(self._run, self._directory)
+            channel = connect(self._run)
+        return channel
+
+    # -- what the trainer asks for
+
+    def attach(self, arena: Arena) -> None:
+        self._arena = arena
+        self._send(Attach(place=arena.place), arena.descriptors)
+
+    def persist(self, step: int) -> None:
+        self._send(Persist(step=step))
+
+    def stop_at(self, step: int) -> None:
+        self._send(StopAt(step=step))
+
+    def wait_durable(self, step: int, timeout_s: float | None) -> bool:
+        """Whether the step was durable in time. Raises what the keeper complains of, if that is why it was not."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.trouble = ""
+        self.persist(step)
+        with self._state:
+            while self.durable_step < step and not self.trouble:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._state.wait(1.0 if left is None else min(1.0, left))
+        if self.durable_step < step:
+            raise EverstepError(f"step {step} is not durable: {self.trouble}")
+        return True
+
+    def _send(self, message: Attach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
+        try:
+            if self._channel is not None:
+                self._channel.send(message, descriptors)
+        except KeeperLost:
+            return  # the listening thread is about to find out, and introduces us again
+
+    # -- what the keeper asks for
+
+    def _listen(self) -> None:
+        while not self._closing:
+            channel = self._channel
+            heard = channel.receive() if channel is not None else None
+            if heard is not None:
+                self._hear(heard[0])
+            elif not self._closing:
+                self._reintroduce()
+
+    def _hear(self, message: object) -> None:
+        answers = self._answers
+        match message:
+            case Lease(step=step):
+                slot = answers.lease(step) if answers else None
+                if self._channel is not None:
+                    try:
+                        self._channel.send(LeaseAnswer(step=step, slot=slot))
+                    except KeeperLost:
+                        return
+            case Release(slot=slot) if answers:
+                answers.release(slot)
+            case StopAt(step=step) if answers:
+                answers.stop_at(step)
+            case Durable(step=step):
+                with self._state:
+                    self.durable_step = max(self.durable_step, step)
+                    self._state.notify_all()
+            case Trouble(reason=reason):
+                with self._state:
+                    self.trouble = reason
+                    self._state.notify_all()
+
+    def _reintroduce(self) -> None:
+        if self._answers is not None:
+            self._answers.release(None)
+        self._emit(Degraded(what="the keeper died", reason="a new one is started; training goes on"))
+        while not self._closing:
+            try:
+                self._introduce()
+                return
+            except (EverstepError, OSError) as error:
+                self._emit(Degraded(what="no keeper", reason=str(error)))
+                time.sleep(5.0)
+
+
+def inherited(run: str, rank: int | None) -> list[Arena]:
+    """The memfd arenas that a keeper of this node holds for a run."""
+    channel = connect(run)
+    if channel is None:
+        return []
+    try:
+        channel.send(Inherit(rank=rank))
+        heard = channel.receive()
+    except KeeperLost:
+        return []
+    finally:
+        channel.close()
+    if heard is None or not isinstance(heard[0], Inherited):
+        return []
+    message, descriptors = heard
+    arenas = []
+    for count in message.counts:
+        mine, descriptors = descriptors[:count], descriptors[count:]
+        arenas.append(Arena(mine[0], mine[1:], "memfd"))
+    return arenas
+
+
+def keeper_pid(run: str) -> int | None:
+    """The process that answers for a run on this node."""
+    channel = connect(run)
+    if channel is None:
+        return None
+    credentials = channel.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    channel.close()
+    return int.from_bytes(credentials[:4], "little") if os.name == "posix" else None

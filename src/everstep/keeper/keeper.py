@@ -1,0 +1,378 @@
+"""One per node: owns everything slow, so that no trainer ever waits for a medium.
+
+A session is what the keeper knows of one rank: its conversation, its arena, whether it lives. The keeper looks at the
+seals in the arenas, decides when the newest step that all local ranks have sealed is due, leases its slots, writes
+them, commits, and tells. When the trainers are gone it writes the newest sealed step (scavenging), waits a while for
+them to come back, and ends; it removes arenas only once what they hold is durable.
+
+States of a session: `alive` -> `gone` (closed or killed) or `done` (said goodbye for good).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.capture.arena import Arena
+from everstep.config import Every, Keep
+from everstep.errors import EverstepError, KeeperLost
+from everstep.events import Degraded, Persisted, Retired, Scavenged, Sink
+from everstep.image import CHUNK_BYTES
+from everstep.keeper import flush
+from everstep.keeper.protocol import (
+    AnyMessage,
+    Attach,
+    Bye,
+    Channel,
+    Durable,
+    Hello,
+    Inherit,
+    Inherited,
+    Lease,
+    LeaseAnswer,
+    Persist,
+    Release,
+    StopAt,
+    Trouble,
+    Welcome,
+)
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import committed_steps
+
+_TICK_S = 0.05
+_LEASE_TIMEOUT_S = 5.0
+_AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
+_AUTO_SHARE = 0.1  # and writing takes at most this share of the time
+_CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
+_PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
+_MANY_NODES_STRIDE = 50
+
+
+@dataclass(slots=True)
+class Session:
+    hello: Hello
+    channel: Channel
+    watcher: int = -1  # a descriptor that becomes readable when the process ends
+    alive: bool = True
+    done: bool = False
+    arena: Arena | None = None
+    leased: set[int] = field(default_factory=set)
+
+
+class Keeper:
+    def __init__(self, directory: Path, emit: Sink) -> None:
+        self.tier = DiskTier(directory)
+        self._emit = emit
+        self._sessions: dict[int, Session] = {}
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._answers: queue.Queue[LeaseAnswer] = queue.Queue()
+        self._generation = ""
+        self._overtaken: list[Arena] = []  # of ranks that the present life no longer has
+        self._wanted = -1  # a step that somebody waits for
+        self.durable_step = max(committed_steps(self.tier), default=-1)
+        self._last_flush_at = 0.0
+        self._last_flush_took = 0.0
+        self._retry_at, self._failures = 0.0, 0
+        self._idle_since = time.monotonic()
+        self._ending = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._flush_loop, name="everstep-flush", daemon=True),
+            threading.Thread(target=self._check_loop, name="everstep-check", daemon=True),
+        ]
+
+    # -- the conversation
+
+    def serve(self, listener: socket.socket | None, channels: list[Channel]) -> None:
+        """Talk until there is nobody left to talk to and nothing left to do."""
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        for channel in channels:
+            self._add(channel)
+        for thread in self._threads:
+            thread.start()
+        while not self._may_end():
+            for key, _ in self._selector.select(_TICK_S):
+                key.data(key.fileobj)
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+        self._remove_spent_arenas()
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        self._add(Channel(connection))
+
+    def _add(self, channel: Channel) -> None:
+        self._selector.register(channel.connection, selectors.EVENT_READ, lambda _: self._hear(channel))
+
+    def _hear(self, channel: Channel) -> None:
+        heard = channel.receive()
+        session = next((s for s in self._sessions.values() if s.channel is channel), None)
+        if heard is None:
+            self._selector.unregister(channel.connection)
+            channel.close()
+            if session is not None:
+                self._lose(session)
+            return
+        message, descriptors = heard
+        try:
+            self._answer(channel, session, message, descriptors)
+        except KeeperLost:
+            return  # it died while we spoke; the selector will say so
+        except (EverstepError, OSError, ValueError) as error:
+            self._tell_all(Trouble(reason=str(error)))
+
+    def _answer(self, channel: Channel, session: Session | None, message: AnyMessage, descriptors: list[int]) -> None:
+        match message:
+            case Hello():
+                self._welcome(channel, message)
+            case Attach() if session is not None:
+                arena = Arena(descriptors[0], descriptors[1:], message.place)
+                with self._lock:
+                    earlier, session.arena = session.arena, arena
+                if earlier is not None and not session.leased:
+                    earlier.close()
+            case LeaseAnswer():
+                self._answers.put(message)
+            case Persist():
+                self._wanted = max(self._wanted, message.step)
+                if self.durable_step >= message.step:
+                    channel.send(Durable(step=self.durable_step))
+            case StopAt():
+                self._tell_all(message)
+            case Inherit():
+                held = [s.arena for s in self._sessions.values() if s.arena is not None and s.arena.place == "memfd"]
+                held = [arena for arena in held if message.rank in (None, arena.rank)]
+                counts = tuple(len(arena.descriptors) for arena in held)
+                channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
+            case Bye() if session is not None:
+                session.done = message.final
+                session.alive = False
+                self._idle_since = time.monotonic()
+            case _:
+                channel.send(Trouble(reason=f"the keeper does not understand {type(message).__name__} now"))
+
+    def _welcome(self, channel: Channel, hello: Hello) -> None:
+        with self._lock:
+            earlier = self._sessions.get(hello.rank)
+            session = Session(hello, channel)
+            if hello.generation != self._generation:
+                self._begin_life(hello)
+            if earlier is not None:
+                session.arena, session.leased = earlier.arena, earlier.leased
+            self._sessions[hello.rank] = session
+            try:
+                session.watcher = os.pidfd_open(hello.pid)
+                self._selector.register(session.watcher, selectors.EVENT_READ, lambda _: self._lose(session))
+            except OSError:
+                session.watcher = -1  # the socket alone will tell
+        channel.send(Welcome(pid=os.getpid(), leased=tuple(session.leased)))
+
+    def _begin_life(self, hello: Hello) -> None:
+        """The first trainer of a new life: what was passed over at its recovery makes room."""
+        self._generation = hello.generation
+        for rank in [rank for rank in self._sessions if rank >= hello.world]:
+            arena = self._sessions.pop(rank).arena
+            if arena is not None:
+                self._overtaken.append(arena)
+        for step in flush.set_aside(self.tier, hello.resumed_from):
+            self._emit(Retired(step=step, reason=f"newer than step {hello.resumed_from}, from which the run went on"))
+        self.durable_step = max(committed_steps(self.tier), default=-1)
+
+    def _lose(self, session: Session) -> None:
+        if session.watcher >= 0:
+            self._selector.unregister(session.watcher)
+            os.close(session.watcher)
+            session.watcher = -1
+        session.alive = False
+        self._idle_since = time.monotonic()
+
+    def _tell(self, session: Session, message: AnyMessage) -> None:
+        if session.alive:
+            try:
+                session.channel.send(message)
+            except KeeperLost:
+                session.alive = False
+
+    def _tell_all(self, message: AnyMessage) -> None:
+        for session in list(self._sessions.values()):
+            self._tell(session, message)
+
+    # -- writing
+
+    def _flush_loop(self) -> None:
+        while not self._ending.wait(_TICK_S):
+            step = self._due()
+            if step is not None:
+                self._flush_reporting(step)
+
+    def _flush_reporting(self, step: int) -> None:
+        try:
+            self._flush(step)
+            self._failures = 0
+        except (EverstepError, OSError) as error:
+            self._failures += 1
+            self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self._failures)
+            self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error)))
+            self._tell_all(Trouble(reason=str(error)))
+
+    def _ready(self) -> list[Session]:
+        """The local ranks with arenas, if all of this node's are here."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        complete = sessions and all(s.arena is not None for s in sessions)
+        return sessions if complete and len(sessions) >= sessions[0].hello.local else []
+
+    def _newest_common(self, sessions: list[Session]) -> int | None:
+        """The newest step that every local rank has sealed, in one generation."""
+        stride = 1
+        sealed = []
+        for session in sessions:
+            if session.hello.local < session.hello.world:
+                stride = session.hello.every_steps or _MANY_NODES_STRIDE
+            assert session.arena is not None
+            sealed.append({(s.step, s.generation) for s in session.arena.seals().values()})
+        common = set.intersection(*sealed) if sealed else set()
+        return max((step for step, _ in common if step % stride == 0), default=None)
+
+    def _due(self) -> int | None:
+        sessions = self._ready()
+        newest = self._newest_common(sessions)
+        if newest is None or newest <= self.durable_step or time.monotonic() < self._retry_at:
+            return None
+        hello = sessions[0].hello
+        if self._wanted > self.durable_step or hello.every_capture or not any(s.alive for s in sessions):
+            return newest
+        every = Every(steps=hello.every_steps, seconds=hello.every_s)
+        if hello.every_steps is None and hello.every_s is None:
+            every = Every(seconds=max(_AUTO_FLOOR_S, self._last_flush_took / _AUTO_SHARE))
+        last = self.durable_step if self.durable_step >= 0 else None
+        return newest if every.due(newest, time.monotonic(), last, self._last_flush_at) else None
+
+    def _flush(self, step: int) -> None:
+        sessions = self._ready()
+        began = time.monotonic()
+        leases = [(session, self._lease(session, step)) for session in sessions]
+        try:
+            if any(slot is None for _, slot in leases):
+                return
+            total, generation = 0, ""
+            for session, slot in leases:
+                assert session.arena is not None and slot is not None
+                part = flush.persist_part(self.tier, session.arena, slot, torch_version=session.hello.torch)
+                if part is None:
+                    return
+                total, generation = total + part.bytes, part.generation
+            if not flush.commit(self.tier, step, sessions[0].hello.world, generation):
+                return  # the last keeper to have its parts in place commits
+        finally:
+            for session, slot in leases:
+                if slot is not None:
+                    session.leased.discard(slot)
+                    self._tell_current(session, Release(slot=slot))
+        self.durable_step = step
+        while self._overtaken:
+            self._overtaken.pop().remove()
+        self._last_flush_at, self._last_flush_took = time.monotonic(), time.monotonic() - began
+        self._emit(Persisted(step=step, bytes=total, seconds=self._last_flush_took, direct=self.tier.wrote_direct))
+        if not any(session.alive for session in sessions):
+            self._emit(Scavenged(step=step, ranks=tuple(session.hello.rank for session in sessions)))
+        self._tell_all(Durable(step=step))
+        hello = sessions[0].hello
+        for gone in flush.retire(self.tier, Keep(last=hello.keep_last, every=hello.keep_every)):
+            self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
+        flush.clean(self.tier)
+
+    def _tell_current(self, session: Session, message: AnyMessage) -> None:
+        """To whoever holds that rank now: a lease may outlive the trainer that granted it."""
+        current = self._sessions.get(session.hello.rank, session)
+        if isinstance(message, Release):
+            current.leased.discard(message.slot)
+        self._tell(current, message)
+
+    def _lease(self, session: Session, step: int) -> int | None:
+        assert session.arena is not None
+        if not session.alive:
+            slot = session.arena.slot_of(step)
+        else:
+            while not self._answers.empty():
+                self._answers.get_nowait()  # late answers of an earlier question
+            self._tell(session, Lease(step=step))
+            slot = self._await_answer(session, step)
+        if slot is not None:
+            session.leased.add(slot)
+        return slot
+
+    def _await_answer(self, session: Session, step: int) -> int | None:
+        deadline = time.monotonic() + _LEASE_TIMEOUT_S
+        while session.alive and time.monotonic() < deadline:
+            try:
+                answer = self._answers.get(timeout=_TICK_S)
+            except queue.Empty:
+                continue
+            if answer.step == step:
+                return answer.slot
+        return None
+
+    # -- checking
+
+    def _check_loop(self) -> None:
+        """Give the newest sealed slots their checksums, at leisure; at once when their trainer is gone."""
+        rest = _TICK_S
+        while not self._ending.wait(rest):
+            began = time.monotonic()
+            alive = False
+            for session in self._ready():
+                alive = alive or session.alive
+                assert session.arena is not None
+                check_newest(session.arena, self._ending.is_set)
+            busy = time.monotonic() - began
+            rest = max(_TICK_S, busy / _CHECK_SHARE if alive else 0.0)
+
+    # -- ending
+
+    def _may_end(self) -> bool:
+        sessions = list(self._sessions.values())
+        if any(s.alive for s in sessions):
+            return False
+        idle = time.monotonic() - self._idle_since
+        linger = max((s.hello.linger_s for s in sessions), default=30.0)
+        if sessions and all(s.done for s in sessions):
+            linger = 0.0
+        if idle < linger:
+            return False
+        ready = self._ready()
+        newest = self._newest_common(ready)
+        return newest is None or newest <= self.durable_step or idle > _PATIENCE_S
+
+    def _remove_spent_arenas(self) -> None:
+        ready = self._ready()
+        newest = self._newest_common(ready)
+        if ready and (newest is None or newest <= self.durable_step):
+            for session in ready:
+                assert session.arena is not None
+                session.arena.remove()
+
+
+def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:
+    """Checksum the newest sealed slot if it has none yet. The trainer is not asked: a changed seal voids the work."""
+    import xxhash
+
+    seals = arena.seals()
+    slot = max(seals, key=lambda s: seals[s].sequence, default=None)
+    if slot is None or arena.checks(slot) is not None:
+        return
+    view, checksums = arena.image(slot), []
+    for at in range(0, len(view), CHUNK_BYTES):
+        checksums.append(xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]))
+        if stop() or arena.seals().get(slot) != seals[slot]:
+            return
+    arena.set_checks(slot, seals[slot].sequence, tuple(checksums))

@@ -1,0 +1,70 @@
+"""The keeper as a process of its own session, started by whoever needs it first; a second one steps back at once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from everstep.errors import KeeperLost
+from everstep.events import EventLog, KeeperEnded, KeeperStarted
+from everstep.keeper.keeper import Keeper
+from everstep.keeper.protocol import runtime_folder
+from everstep.topology import node_name
+
+_NICENESS = 10
+
+
+def start(run: str, directory: Path) -> None:
+    """Have a keeper running for this run on this node when this returns."""
+    package = Path(__file__).parents[2]
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, [environment.get("PYTHONPATH")])])
+    with open(keeper_log(directory), "ab") as log:
+        answer = subprocess.run(
+            [sys.executable, "-m", "everstep.keeper.process", run, str(directory)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True, timeout=60,
+        )  # fmt: skip
+    if answer.returncode != 0:
+        raise KeeperLost(f"the keeper did not start (exit {answer.returncode}); see {keeper_log(directory)}")
+
+
+def keeper_log(directory: Path) -> Path:
+    return directory / f"keeper-{node_name()}.log"
+
+
+def main(run: str, directory: Path) -> None:
+    folder = runtime_folder(run)
+    lock = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return  # there is one already
+    path = folder / "keeper.sock"
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(64)
+    if os.fork():
+        os._exit(0)  # the starter waits for this: the keeper listens
+    os.nice(_NICENESS)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when its work is done; what must end it at once is SIGKILL
+    emit = EventLog(directory / f"events-keeper-{node_name()}.jsonl")
+    emit(KeeperStarted(pid=os.getpid(), node=node_name()))
+    Keeper(directory, emit).serve(listener, [])
+    path.unlink(missing_ok=True)
+    try:
+        folder.rmdir() if not any(p.name != "keeper.lock" for p in folder.iterdir()) else None
+    except OSError:
+        pass  # an arena that could not be made durable stays, and so does its folder
+    emit(KeeperEnded(pid=os.getpid(), reason="no trainers, and all that was sealed is durable"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

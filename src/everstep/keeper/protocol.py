@@ -1,0 +1,178 @@
+"""What trainer and keeper say to each other: typed messages over a Unix socket, one per packet, descriptors beside.
+
+The trainer owns its slots while it lives. The keeper asks for a lease before it reads one for longer than a moment,
+and the trainer may refuse. When either side dies the kernel closes the socket, and all leases are void.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from everstep.capture.arena import SHARED_MEMORY, arena_root, open_root
+from everstep.errors import KeeperLost
+
+_MAX_MESSAGE = 64 << 10
+_MAX_DESCRIPTORS = 64
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+# trainer to keeper
+
+
+class Hello(Message):
+    """First word of a trainer. `local`: how many ranks of the world are on this node."""
+
+    rank: int
+    world: int
+    local: int
+    pid: int
+    run: str
+    directory: str
+    generation: str
+    resumed_from: int | None
+    every_steps: int | None
+    every_s: float | None
+    every_capture: bool
+    keep_last: int
+    keep_every: int | None
+    linger_s: float
+    torch: str
+
+
+class Attach(Message):
+    """An arena, as descriptors: the control page, then the slots."""
+
+    place: str
+
+
+class LeaseAnswer(Message):
+    step: int
+    slot: int | None
+
+
+class Persist(Message):
+    """Make this step durable as soon as it can be."""
+
+    step: int
+
+
+class StopAt(Message):
+    """Everybody leaves after this step (also passed on by the keeper)."""
+
+    step: int
+
+
+class Inherit(Message):
+    """What did the earlier life of this rank (or of any, if None) leave in memfds?"""
+
+    rank: int | None
+
+
+class Bye(Message):
+    """The trainer ends in good order. `final`: the run is finished and its arena is no longer needed."""
+
+    final: bool
+
+
+# keeper to trainer
+
+
+class Welcome(Message):
+    pid: int
+    leased: tuple[int, ...]
+
+
+class Lease(Message):
+    step: int
+
+
+class Release(Message):
+    slot: int
+
+
+class Durable(Message):
+    step: int
+
+
+class Trouble(Message):
+    reason: str
+
+
+class Inherited(Message):
+    """How many descriptors of each arena come along, and where the arena lies."""
+
+    counts: tuple[int, ...]
+
+
+AnyMessage = (
+    Hello | Attach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release | Durable | Trouble | Inherited
+)  # fmt: skip
+
+
+class Channel:
+    """One end of a conversation."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+    def send(self, message: Message, descriptors: list[int] | None = None) -> None:
+        data = [msgspec.msgpack.encode(message)]
+        try:
+            if descriptors:
+                rights = array.array("i", descriptors)
+                self.connection.sendmsg(data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            else:
+                self.connection.sendmsg(data)
+        except OSError as error:
+            raise KeeperLost(f"the other end is gone: {error}") from error
+
+    def receive(self) -> tuple[AnyMessage, list[int]] | None:
+        """The next message and its descriptors; None at the end of the conversation."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.connection, _MAX_MESSAGE, _MAX_DESCRIPTORS)
+        except (ConnectionError, TimeoutError, OSError):
+            return None
+        if not data:
+            return None
+        return self._decoder.decode(data), list(descriptors)
+
+    def close(self) -> None:
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it was closed by the other end
+        self.connection.close()
+
+
+def runtime_folder(run: str) -> Path:
+    """The private directory of a run on this node: the keeper's socket and lock."""
+    base = None if SHARED_MEMORY.is_dir() else "/tmp"
+    folder = open_root(base) / run
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def find_runtime_folder(run: str) -> Path:
+    """The same for readers, who make nothing."""
+    return arena_root(None if SHARED_MEMORY.is_dir() else "/tmp") / run
+
+
+def connect(run: str) -> Channel | None:
+    """A channel to the keeper of a run on this node, if there is one."""
+    path = find_runtime_folder(run) / "keeper.sock"
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(os.fspath(path))
+    except OSError:
+        connection.close()
+        return None
+    return Channel(connection)

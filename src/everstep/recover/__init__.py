@@ -1,0 +1,1 @@
+"""Back to the same step on every rank."""

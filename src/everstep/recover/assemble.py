@@ -1,0 +1,192 @@
+"""From images to tensors: whose pieces a rank needs, checked against the objects that will take them, then copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.capture.extras import decode
+from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost
+from everstep.errors import Damaged, Mismatch
+from everstep.image import ImageLayout, extras_of
+from everstep.store.manifest import uncovered
+from everstep.types import ImageInfo, Piece
+
+Image = tuple[ImageLayout, ImageInfo, memoryview]
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A verified checkpoint in memory, as one rank sees it."""
+
+    step: int
+    world: int
+    info: ImageInfo
+    extras: dict[str, Any]
+    own: bool  # whether this rank existed when it was taken
+    pieces: dict[str, list[tuple[Piece, Tensor]]] = field(default_factory=dict)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, put together if need be."""
+        pieces = self.pieces[name]
+        if len(pieces) == 1 and pieces[0][0].whole:
+            return pieces[0][1]
+        whole = torch.empty(pieces[0][0].shape, dtype=pieces[0][1].dtype)
+        for piece, part in pieces:
+            whole[_box(piece)].copy_(part)
+        return whole
+
+
+def view(images: dict[int, Image], step: int, rank: int) -> Checkpoint:
+    """What `rank` needs of the images of all old ranks."""
+    missing = uncovered(layout.pieces for layout, _, _ in images.values())
+    if missing is not None:
+        raise Damaged(f"the images are not a whole checkpoint: {missing}", step=step)
+    source = rank if rank in images else 0
+    layout, info, data = images[source]
+    tree = decode(extras_of(layout, data))
+    if not isinstance(tree, dict) or tree.get("step") != step:
+        raise Damaged(f"the extras are not of step {step}", step=step, rank=source)
+    checkpoint = Checkpoint(step=step, world=info.world, info=info, extras=tree, own=rank in images)
+    for old_rank, (layout, _, data) in sorted(images.items()):
+        base = len(layout.header)
+        flat = torch.frombuffer(data, dtype=torch.uint8)
+        for piece in layout.pieces:
+            if piece.private and old_rank != source:
+                continue
+            begin = base + piece.offset
+            part = flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]).view(piece.extent)
+            checkpoint.pieces.setdefault(piece.name, []).append((piece, part))
+    return checkpoint
+
+
+def _box(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(s, s + e) for s, e in zip(piece.start, piece.extent, strict=True))
+
+
+# -- into the objects
+
+
+def differences(checkpoint: Checkpoint, subjects: Subjects) -> list[str]:
+    """How the program differs from what was saved; empty if it is the same."""
+    now = {e.name: e.tensor for e in subjects.listing().entries if _is_model(e.name)}
+    was = {name: pieces[0][0] for name, pieces in checkpoint.pieces.items() if _is_model(name)}
+    found = [f"missing in the program: {name} {was[name].shape}" for name in was if name not in now]
+    found += [f"missing in the checkpoint: {name} {tuple(now[name].shape)}" for name in now if name not in was]
+    for name in sorted(was.keys() & now.keys()):
+        shape, dtype = was[name].shape, TORCH_DTYPES[was[name].dtype]
+        if shape != tuple(now[name].shape):
+            found.append(f"{name}: shape was {shape}, is {tuple(now[name].shape)}")
+        if dtype != now[name].dtype:
+            found.append(f"{name}: dtype was {dtype}, is {now[name].dtype}")
+    before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
+    if [o.type for o in before] != [o.type for o in after]:
+        found.append(f"optimizer was {', '.join(o.type for o in before)}, is {', '.join(o.type for o in after)}")
+    elif before != after:
+        found.append("the optimizer's parameter groups hold other parameters, or the same in another order")
+    return found
+
+
+def _is_model(name: str) -> bool:
+    return name.startswith(("model.", "extra.")) or (name.startswith("optimizer.") and ".params." in name and ".state." not in name)  # noqa: E501
+
+
+def check(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[str]:
+    found = differences(checkpoint, subjects)
+    if found and strict:
+        raise Mismatch(
+            f"checkpoint {checkpoint.step} does not fit this program (strict=False loads what fits):", found
+        )
+    return found
+
+
+@torch.no_grad()
+def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
+    """Copy into models, and give the optimizers their state; what does not fit was reported by `check`."""
+    current = {entry.name: entry.tensor for entry in subjects.listing().entries}
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for name, pieces in checkpoint.pieces.items():
+        tensor = current.get(name)
+        whole = pieces[0][0]
+        if name.startswith("volatile.") and (tensor is None or tuple(tensor.shape) != whole.shape):
+            _replace_buffer(subjects, name, checkpoint.tensor(name))
+            continue
+        if tensor is None or tuple(tensor.shape) != whole.shape or tensor.dtype != pieces[0][1].dtype:
+            continue
+        for piece, part in pieces:
+            targets.append(tensor[_box(piece)] if not piece.whole else tensor)
+            sources.append(part)
+    if targets:
+        torch._foreach_copy_([t.detach() for t in targets], sources)
+    before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
+    for index, optimizer in enumerate(subjects.optimizers):
+        if index < len(before) and before[index].type == after[index].type:
+            prefix = "optimizer" if len(subjects.optimizers) == 1 else f"optimizer.{index}"
+            _restore_optimizer(checkpoint, optimizer, prefix, index, subjects.names())
+
+
+def _restore_optimizer(
+    checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, prefix: str, index: int, names: dict[int, str]
+) -> None:
+    saved = checkpoint.extras["optimizers"][index]
+    on_host = set(checkpoint.info.on_host)
+    state_of: dict[str, dict[str, str]] = {}
+    for name in checkpoint.pieces:
+        if name.startswith(f"{prefix}.state."):
+            parameter, key = name.removeprefix(f"{prefix}.state.").rsplit(".", 1)
+            state_of.setdefault(parameter, {})[key] = name
+    for g, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            state: dict[str, Any] = {}
+            for key, full in state_of.get(name, {}).items():
+                state[key] = _like(checkpoint, full, parameter, full in on_host)
+            state.update(saved["plain"].get(name, {}))
+            if state:
+                optimizer.state[parameter] = state
+        if g < len(saved["groups"]):
+            _restore_group(group, saved["groups"][g])
+        for key, value in group.items():
+            full = f"{prefix}.group.{g}.{key}"
+            if isinstance(value, Tensor) and full in checkpoint.pieces:
+                value.copy_(checkpoint.tensor(full))
+
+
+def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+            group[key].copy_(value)  # the optimizer and its scheduler hold this very tensor
+        else:
+            group[key] = value
+
+
+def _like(checkpoint: Checkpoint, name: str, parameter: Tensor, on_host: bool) -> Tensor:
+    """A state tensor where the optimizer had it: on the parameter's device and in its memory format, or on the host."""
+    pieces = checkpoint.pieces[name]
+    shape, dtype = pieces[0][0].shape, pieces[0][1].dtype
+    device = torch.device("cpu") if on_host else parameter.device
+    if shape == tuple(parameter.shape):
+        target = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False).detach()
+    else:
+        target = torch.empty(shape, dtype=dtype, device=device)
+    for piece, part in pieces:
+        target[_box(piece)].copy_(part) if not piece.whole else target.copy_(part)
+    return target
+
+
+def _replace_buffer(subjects: Subjects, name: str, value: Tensor) -> None:
+    for prefix, module in subjects.named_modules():
+        path = name.removeprefix("volatile.")
+        if path.startswith(f"{prefix}."):
+            *parents, key = path.removeprefix(f"{prefix}.").split(".")
+            holder = innermost(module)
+            for parent in parents:
+                holder = getattr(holder, parent, None)  # type: ignore[assignment]
+                if holder is None:
+                    return
+            old = holder._buffers.get(key)
+            holder._buffers[key] = value.clone().to(old.device if old is not None else "cpu")

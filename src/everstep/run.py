@@ -1,0 +1,561 @@
+"""The door a training loop walks in by.
+
+`guard()` checks everything, restores the past if there is one, and returns a `Run`. Iterating the run yields batches;
+each time the loop asks for the next batch after an optimizer has stepped, a cut is made and the state is captured.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from everstep import topology
+from everstep.capture import extras as trees
+from everstep.capture.arena import Arena
+from everstep.capture.layout import Subjects
+from everstep.capture.position import Feed
+from everstep.capture.snapshot import Capture
+from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, settings
+from everstep.errors import BadConfig, EverstepError, Mismatch, RunHeld
+from everstep.events import Degraded, EventLog, Finished, Started, Stopping
+from everstep.image import FORMAT
+from everstep.keeper.client import Answers, KeeperClient
+from everstep.keeper.protocol import Hello
+from everstep.recover.assemble import Checkpoint, apply, check
+from everstep.recover.load import clear_attempt, find, note_attempt
+from everstep.recover.survey import Sources
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import decode, encode
+from everstep.topology import Topology
+from everstep.types import Level, RunRecord
+
+RUN_RECORD = "run.json"
+_LOCK_PATIENCE_S = 5.0
+
+
+def guard(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    loader: object = None,
+    *,
+    dir: str | Path,
+    scheduler: object = None,
+    scaler: object = None,
+    extra: Mapping[str, object] | None = None,
+    epochs: int | None = 1,
+    steps: int | None = None,
+    lose_at_most: int | str = 1,
+    strategy: str = "auto",
+    tiers: list[Memory | Disk] | None = None,
+    keep: int | Keep = 2,
+    strict: bool = True,
+    mode: Mode = "host",
+    keeper: KeeperKind = "process",
+    linger: str = "60s",
+) -> Run:
+    """Guard a training loop; resumes by itself if the directory has a past.
+
+    model, optimizer, scheduler: one or a list. loader: what the run iterates, or None for loops that call run.done().
+    extra: names of anything with state_dict/load_state_dict, or plain trees of numbers, strings, bytes and tensors; on
+    resume plain values are put back under their names. lose_at_most: steps, or a duration such as "30s".
+    mode: where captures land: "host" memory, spare "device" memory first, "direct" into Memory(path=...), or "disk"
+    (as often as the disk takes them). keep: how many checkpoints stay on disk, or Keep(last=, every=).
+    linger: how long the keeper holds memory for a restart after the trainers are gone.
+    """
+    from everstep.config import seconds
+
+    chosen = settings(
+        dir, lose_at_most=lose_at_most, strategy=strategy, tiers=tiers, keep=keep, mode=mode, strict=strict,
+        epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
+    )  # fmt: skip
+    state = _State(
+        models=_as_list(model, nn.Module, "model"),
+        optimizers=_as_list(optimizer, torch.optim.Optimizer, "optimizer"),
+        schedulers=_stateful_list(scheduler, "scheduler"),
+        scaler=scaler,
+        extra=extra,
+    )
+    return Run(state, loader, chosen)
+
+
+def _as_list(value: Any, kind: type, name: str) -> list[Any]:
+    items = [value] if isinstance(value, kind) else list(value) if isinstance(value, list | tuple) else []
+    if not items or not all(isinstance(item, kind) for item in items):
+        raise BadConfig(f"{name} must be a {kind.__module__}.{kind.__name__} or a list of them, not {value!r}")
+    return items
+
+
+def _stateful_list(value: Any, name: str) -> list[Any]:
+    items = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if not _is_stateful(item):
+            raise BadConfig(f"{name} must have state_dict() and load_state_dict(), and {item!r} has not")
+    return items
+
+
+def _is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+class _State:
+    """All that a checkpoint holds, apart from the data position: how it is taken, and how it is put back."""
+
+    def __init__(
+        self,
+        *,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        schedulers: list[Any],
+        scaler: Any,
+        extra: Any,
+    ) -> None:
+        if extra is not None and not isinstance(extra, Mapping):
+            raise BadConfig(f"extra must be a dict of names to objects or values, not {type(extra).__name__}")
+        for one in optimizers:
+            if type(one).__name__ == "ZeroRedundancyOptimizer":
+                raise BadConfig("ZeroRedundancyOptimizer shards its state, which is not supported yet")
+        self.schedulers, self.scaler = schedulers, scaler
+        self.extra: Any = extra if extra is not None else {}
+        modules = {key: value for key, value in self.extra.items() if isinstance(value, nn.Module)}
+        self.subjects = Subjects(models=models, optimizers=optimizers, scaler=scaler, modules=modules)
+        self._names = self.subjects.names()
+        self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
+        trees.encode(self.tree(), "state")
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            "optimizers": [
+                {
+                    "groups": [
+                        {k: v for k, v in group.items() if k != "params" and not _on_device(v)}
+                        for group in optimizer.param_groups
+                    ],
+                    "plain": self._plain(optimizer),
+                }
+                for optimizer in self.subjects.optimizers
+            ],
+            "schedulers": [one.state_dict() for one in self.schedulers],
+            "scaler": self._scaler_scalars(),
+            "extra": {
+                key: {"state": value.state_dict()} if _is_stateful(value) else {"value": value}
+                for key, value in self.extra.items()
+                if not isinstance(value, nn.Module)
+            },
+        }
+
+    def _plain(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """State that is not a tensor; most optimizers have none, so the first parameter's state decides."""
+        found: dict[str, dict[str, Any]] = {}
+        first = next(iter(optimizer.state.values()), None)
+        if first is None or all(isinstance(value, torch.Tensor) for value in first.values()):
+            return found
+        for parameter, state in optimizer.state.items():
+            plain = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+            if plain:
+                found[self._names[id(parameter)]] = plain
+        return found
+
+    def _scaler_scalars(self) -> dict[str, float] | None:
+        """A GradScaler's constants; its scale and growth counter are tensors and travel with the others."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        return {
+            "growth_factor": self.scaler.get_growth_factor(),
+            "backoff_factor": self.scaler.get_backoff_factor(),
+            "growth_interval": self.scaler.get_growth_interval(),
+            "init_scale": self.scaler._init_scale,
+        }
+
+    def restore(self, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
+        found = check(checkpoint, self.subjects, strict=strict)
+        tree = checkpoint.extras
+        if strict and len(tree["schedulers"]) != len(self.schedulers):
+            raise Mismatch(f"{len(tree['schedulers'])} schedulers were saved and there are {len(self.schedulers)}")
+        apply(checkpoint, self.subjects)
+        for one, saved in zip(self.schedulers, tree["schedulers"], strict=False):
+            one.load_state_dict(saved)
+        if self.scaler is not None and tree["scaler"] is not None:
+            scalars = dict(tree["scaler"])
+            scale = scalars.pop("init_scale")
+            tracked = "scaler._scale" in checkpoint.pieces
+            scalars["scale"] = float(checkpoint.tensor("scaler._scale")) if tracked else scale
+            scalars["_growth_tracker"] = int(checkpoint.tensor("scaler._growth_tracker")) if tracked else 0
+            self.scaler.load_state_dict(scalars)
+        for key, saved in tree["extra"].items():
+            if key not in self.extra:
+                if strict:
+                    raise Mismatch(f"extra[{key!r}] was saved and is not given now")
+                continue
+            if "state" in saved:
+                self.extra[key].load_state_dict(saved["state"])
+            else:
+                _put_back(self.extra, key, saved["value"])
+        return found
+
+
+def _put_back(holder: Any, key: str, value: Any) -> None:
+    """Restore a plain value, in place where others may hold it."""
+    old = holder[key]
+    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
+        with torch.no_grad():
+            old.copy_(value)
+    elif isinstance(old, dict) and isinstance(value, dict):
+        old.clear()
+        old.update(value)
+    elif isinstance(old, list) and isinstance(value, list):
+        old[:] = value
+    else:
+        holder[key] = value
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+class Run:
+    """A guarded training run. Iterate it for batches, or call done() after each step."""
+
+    def __init__(self, state: _State, loader: Any, chosen: Settings) -> None:
+        self.settings = chosen
+        self.step = 0
+        self.resumed_from: int | None = None
+        self._state = state
+        self._place = topology.here()
+        self._feed = Feed(loader, self._place.rank, self._place.world) if loader is not None else None
+        self._finished = False
+        self._closed = False
+        self._last_capture: tuple[int | None, float] = (None, 0.0)
+        self._stop_at: int | None = None
+        self._signal: int | None = None
+        self._random: dict[str, Any] | None = None
+        chosen.directory.mkdir(parents=True, exist_ok=True)
+        self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
+        self._lock = _hold(chosen.directory, self._place)
+        self._run = _identity(chosen.directory, self._place)
+        source = self._restore()
+        generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
+        nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
+        self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
+        self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
+        self._capture = Capture(
+            state.subjects, topology=self._place, settings=chosen, run=self._run, generation=generation,
+            emit=self._emit, attach=self._keeper.attach, inherit=self._inherit, resumed_from=self.resumed_from,
+            leased=set(self._keeper.leased),
+        )  # fmt: skip
+        self._keeper.listen_with(
+            Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
+        )
+        self._old_handlers = self._catch_signals()
+        atexit.register(self._at_exit)
+        self._emit(
+            Started(rank=self._place.rank, world=self._place.world, pid=os.getpid(), step=self.step, source=source)
+        )
+
+    # -- beginning
+
+    def _hello(self, generation: str, local: int) -> Hello:
+        disk, keep = self.settings.disk, self.settings.keep
+        every = Every() if disk.every is None else Every.parse(disk.every, name="Disk(every=)")
+        local = 1 if self.settings.keeper == "inline" else local
+        return Hello(
+            rank=self._place.rank, world=self._place.world, local=local, pid=os.getpid(), run=self._run,
+            directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
+            every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
+            keep_last=keep.last, keep_every=keep.every, linger_s=self.settings.linger_s, torch=str(torch.__version__),
+        )  # fmt: skip
+
+    def _inherit(self, rank: int) -> list[Arena]:
+        """What an earlier life of this rank left on this node."""
+        left = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path).arenas
+        for arena in left:
+            if arena.rank != rank:
+                arena.close()
+        return [arena for arena in left if arena.rank == rank]
+
+    def _restore(self) -> str:
+        sources = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
+        found = find(sources, self._place, self._emit)
+        if found is None:
+            return "nothing"
+        checkpoint, plan = found
+        try:
+            differing = self._state.restore(checkpoint, strict=self.settings.strict)
+            if self._feed is not None and checkpoint.extras["position"] is not None:
+                self._feed.restore(checkpoint.extras["position"])
+        except Mismatch:
+            if self._place.rank == 0:
+                clear_attempt(sources)  # the program is to blame, not the checkpoint
+            raise
+        except Exception as error:
+            if self._place.rank == 0:
+                note_attempt(sources, checkpoint.step, error=f"{type(error).__name__}: {error}")
+            raise
+        for difference in differing:
+            self._emit(Degraded(what="loaded with strict=False", reason=difference))
+        self.step = self.resumed_from = checkpoint.step
+        self._finished = bool(checkpoint.extras["finished"])
+        self._random = checkpoint.extras["random"] if checkpoint.own else None
+        if self._random is not None:
+            trees.set_random_state(self._random)
+        topology.exchange(b"", self._place)  # nobody forgets the attempt before all are through
+        if self._place.rank == 0:
+            clear_attempt(sources)
+        return " and ".join(sorted({part.source for part in plan.parts}, reverse=True))
+
+    # -- the loop
+
+    @property
+    def epoch(self) -> int:
+        return self._feed.epoch if self._feed is not None else 0
+
+    def __iter__(self) -> Iterator[Any]:
+        feed = self._feed
+        if feed is None:
+            raise BadConfig("this run was made without a loader; call run.done() after each step instead of iterating")
+        if self._random is not None:
+            trees.set_random_state(self._random)  # whatever ran since guard() must not have moved it
+            self._random = None
+        while not self._is_over(feed):
+            try:
+                batch = feed.next_batch()
+            except StopIteration:
+                feed.end_pass()
+                continue
+            yield batch
+            self._cut()
+        self._finish()
+
+    def _is_over(self, feed: Feed) -> bool:
+        settings = self.settings
+        if self._finished or (settings.steps is not None and self.step >= settings.steps):
+            return True
+        return settings.epochs is not None and feed.epoch >= settings.epochs
+
+    def done(self) -> bool:
+        """Mark the cut by hand, for loops that do not iterate the run. True once `steps` steps are done."""
+        self._cut()
+        return self.settings.steps is not None and self.step >= self.settings.steps
+
+    def _cut(self) -> None:
+        if not self._capture.stepped:
+            return
+        self._capture.stepped = False
+        self.step += 1
+        leaving = self._leaving()
+        if leaving or self._is_due() or self.step == self.settings.steps:
+            self._take()
+        if leaving:
+            self._leave()
+
+    def _is_due(self) -> bool:
+        step, when = self._last_capture
+        if not self.settings.capture.due(self.step, time.monotonic(), step, when):
+            return False
+        return self.settings.mode != "disk" or step is None or self._keeper.durable_step >= step
+
+    def _take(self) -> None:
+        self._last_capture = (self.step, time.monotonic())
+        self._capture.cut(self.step, trees.encode(self._tree(), "state"))
+
+    def _tree(self) -> dict[str, Any]:
+        return {
+            **self._state.tree(),
+            "step": self.step,
+            "finished": self._finished,
+            "position": self._feed.position() if self._feed is not None else None,
+            "random": trees.random_state(),
+        }
+
+    def _finish(self) -> None:
+        """The loop is over: make its last state durable, and let the memory go."""
+        if self._closed:
+            return
+        self._finished = True
+        self.close()
+
+    # -- asking
+
+    def wait(self, level: str = "durable", timeout: float | None = None) -> bool:
+        """Wait until the present step has reached a level. False if it had not in time."""
+        wanted = Level.named(level)
+        if self._last_capture[0] != self.step and self.step != self.resumed_from and self.step > 0:
+            self._take()
+        self._capture.wait_sealed()
+        if wanted is Level.SEALED or self.step == 0:
+            return True
+        return self._keeper.wait_durable(self.step, timeout)
+
+    def status(self) -> dict[str, object]:
+        """Where the run stands, as plain data."""
+        arena = self._capture.arena()
+        return {
+            "run": self._run,
+            "directory": str(self.settings.directory),
+            "rank": self._place.rank,
+            "world": self._place.world,
+            "step": self.step,
+            "epoch": self.epoch,
+            "resumed_from": self.resumed_from,
+            "sealed_step": self._capture.sealed_step,
+            "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
+            "arena": arena.place if arena is not None else None,
+            "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
+            "stall_s": self._capture.stall_s,
+            "trouble": self._keeper.trouble,
+        }
+
+    # -- ending
+
+    def close(self) -> None:
+        """Make the last step durable and end. Called by itself when the loop ends."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            stepped, self._capture.stepped = self._capture.stepped, False
+            self.step += stepped
+            if self.step > 0 and (stepped or self._finished or self._last_capture[0] != self.step):
+                if self._last_capture[0] is not None or stepped or self._finished:
+                    self._take()
+                    self._capture.wait_sealed()
+                    self._keeper.wait_durable(self.step, None)
+        finally:
+            self._release(final=self._finished)
+        if self._finished:
+            self._emit(Finished(rank=self._place.rank, step=self.step))
+
+    def _release(self, *, final: bool) -> None:
+        self._closed = True
+        self._capture.close()
+        self._keeper.close(final=final)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            atexit.unregister(self._at_exit)
+            self._release(final=False)  # the loop broke in the middle of a step: what is sealed stands
+
+    def _at_exit(self) -> None:
+        """The interpreter ends and nobody closed the run: the keeper takes care of what is sealed."""
+        if not self._closed:
+            self._closed = True
+            self._capture.wait_sealed()
+            self._keeper.close(final=False)
+
+    # -- signals
+
+    def _catch_signals(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked twice: do not wait for the step
+        self._signal = number
+        name = signal.Signals(number).name
+        print(f"everstep: {name}: finishing the step, then saving and leaving", file=sys.stderr, flush=True)
+
+    def _hear_stop(self, step: int) -> None:
+        self._stop_at = step if self._stop_at is None else min(self._stop_at, step)
+
+    def _leaving(self) -> bool:
+        """Whether this cut is the last one. Ranks leave at the same step: two steps after the first one was told."""
+        if self._signal is not None and self._stop_at is None:
+            if self._place.world == 1:
+                return True
+            self._stop_at = self.step + 2
+            self._keeper.stop_at(self._stop_at)
+        return self._stop_at is not None and self.step >= self._stop_at
+
+    def _leave(self) -> None:
+        number = self._signal or signal.SIGTERM
+        self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
+        self._capture.wait_sealed()
+        try:
+            self._keeper.wait_durable(self.step, None)
+        finally:
+            atexit.unregister(self._at_exit)
+            self._release(final=False)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+
+# -- the directory
+
+
+def _hold(directory: Path, place: Topology) -> int | None:
+    """Take the run for this job: rank 0 holds a lock that the kernel releases when it dies. All ranks hear of it."""
+    lock, holder = None, b""
+    if place.rank == 0:
+        path = directory / "holder"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()} {place.node}".encode(), 0)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    holder = os.pread(lock, 200, 0) or b"0 unknown"
+                    os.close(lock)
+                    break
+                time.sleep(0.1)
+    holder = topology.exchange(holder, place)[0]
+    if holder:
+        pid, _, host = holder.decode(errors="replace").partition(" ")
+        raise RunHeld(str(directory), int(pid) if pid.isdigit() else 0, host)
+    return lock
+
+
+def _identity(directory: Path, place: Topology) -> str:
+    """The run's name, made by rank 0 on the first day."""
+    answer = b""
+    if place.rank == 0:
+        tier = DiskTier(directory)
+        try:
+            tier.put(
+                RUN_RECORD,
+                memoryview(encode(RunRecord(format=FORMAT, run=uuid.uuid4().hex, created_time=time.time()))),
+            )
+        except FileExistsError:
+            pass
+        try:
+            record = decode(tier.get(RUN_RECORD), RunRecord, tier="disk", file=RUN_RECORD)
+            answer = b"+" + record.run.encode()
+        except EverstepError as error:
+            answer = b"-" + str(error).encode()
+    answer = topology.exchange(answer, place)[0]
+    if answer[:1] != b"+":
+        raise EverstepError(f"{directory} is not a run directory: {answer[1:].decode()}")
+    return answer[1:].decode()
+
+

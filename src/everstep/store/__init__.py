@@ -1,0 +1,1 @@
+"""Onto a medium, all or nothing."""

@@ -1,0 +1,267 @@
+"""A directory as a tier: O_DIRECT where the file system takes it, several threads, fsync, rename.
+
+A blob is written under a temporary name that no reader lists, made durable, renamed without overwriting, and the
+directory is made durable. Chunks are checksummed on their way out by the threads that write them.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from everstep.errors import BadConfig, NotEnoughSpace, TierFailed
+from everstep.image import BLOCK, CHUNK_BYTES, round_up
+from everstep.types import Survives, Traits
+
+_THREADS = 4
+_TEMPORARY = ".tmp-"
+_NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")
+_SPARE_BYTES = 16 << 20  # never fill a disk to its last byte
+
+
+class DiskTier:
+    before: Callable[[str], None] = staticmethod(lambda operation: None)
+    direct = True
+    durable = True
+
+    def __init__(self, root: Path, *, name: str = "disk", survives: Survives = Survives.REBOOT) -> None:
+        self.root, self.name = root, name
+        self.traits = Traits(survives=survives, shared=False)
+        self.wrote_direct = False  # whether the last large put went past the page cache
+
+    # -- writing
+
+    def put(self, name: str, data: memoryview) -> tuple[int, ...]:
+        path = self._path(name)
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path))
+        data = data.cast("B")
+        if self.free_bytes() < len(data) + _SPARE_BYTES:
+            raise NotEnoughSpace(str(self.root), len(data), self.free_bytes())
+        with self._failing(f"writing {name}"):
+            self._make_folder(path.parent)
+            temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
+            try:
+                checksums = self._write(temporary, data)
+                self.before(f"rename {name}")
+                _publish(temporary, path)
+            finally:
+                self.before(f"unlink temporary {name}")
+                temporary.unlink(missing_ok=True)
+            self._sync_folder(path.parent)
+            return checksums
+
+    def _write(self, path: Path, data: memoryview) -> tuple[int, ...]:
+        self.before(f"create {path.name}")
+        descriptor, direct = self._open_for_writing(path, len(data))
+        try:
+            offsets = range(0, len(data), CHUNK_BYTES)
+
+            def write_chunk(offset: int) -> int:
+                chunk = data[offset : offset + CHUNK_BYTES]
+                self.before(f"write {path.name} at {offset}")
+                if direct and len(chunk) % BLOCK:
+                    self._write_tail(descriptor, chunk, offset)
+                else:
+                    _write_all(descriptor, chunk, offset)
+                return int(xxhash.xxh3_64_intdigest(chunk))
+
+            if len(offsets) > 1:
+                with ThreadPoolExecutor(_THREADS) as pool:
+                    checksums = tuple(pool.map(write_chunk, offsets))
+            else:
+                checksums = tuple(map(write_chunk, offsets))
+            if direct and len(data) % BLOCK:
+                os.ftruncate(descriptor, len(data))
+            if self.durable:
+                self.before(f"fsync {path.name}")
+                os.fsync(descriptor)
+            if len(data) >= CHUNK_BYTES:
+                self.wrote_direct = direct
+            return checksums
+        finally:
+            os.close(descriptor)
+
+    def _open_for_writing(self, path: Path, size: int) -> tuple[int, bool]:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if self.direct and size >= BLOCK:
+            try:
+                return os.open(path, flags | os.O_DIRECT, 0o644), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                path.unlink(missing_ok=True)  # some file systems create the file before they refuse
+        return os.open(path, flags, 0o644), False
+
+    def _write_tail(self, descriptor: int, chunk: memoryview, offset: int) -> None:
+        """O_DIRECT takes whole blocks: pad the last chunk; the file is cut to size afterwards."""
+        with mmap.mmap(-1, round_up(len(chunk), BLOCK)) as padded:
+            padded[: len(chunk)] = chunk
+            with memoryview(padded) as view:
+                _write_all(descriptor, view, offset)
+
+    # -- reading
+
+    def get(self, name: str) -> memoryview:
+        path = self._path(name)
+        size = self.size(name)
+        with self._failing(f"reading {name}"):
+            if size == 0:
+                return memoryview(b"")
+            buffer = memoryview(mmap.mmap(-1, round_up(size, BLOCK)))
+            descriptor, direct = self._open_for_reading(path, size)
+            try:
+
+                def read_chunk(offset: int) -> None:
+                    end = min(offset + CHUNK_BYTES, round_up(size, BLOCK) if direct else size)
+                    _read_all(descriptor, buffer[offset:end], offset, size)
+
+                offsets = range(0, size, CHUNK_BYTES)
+                if len(offsets) > 1:
+                    with ThreadPoolExecutor(_THREADS) as pool:
+                        list(pool.map(read_chunk, offsets))
+                else:
+                    read_chunk(0)
+            finally:
+                os.close(descriptor)
+            return buffer[:size]
+
+    def _open_for_reading(self, path: Path, size: int) -> tuple[int, bool]:
+        if self.direct and size >= CHUNK_BYTES:
+            try:
+                return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return os.open(path, os.O_RDONLY), False
+
+    def size(self, name: str) -> int:
+        return self._path(name).stat().st_size
+
+    def names(self, folder: str = "") -> list[str]:
+        base = self.root / folder if folder else self.root
+        prefix = f"{folder}/" if folder else ""
+        try:
+            found = [entry.name for entry in os.scandir(base) if entry.is_file(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(prefix + name for name in found if _NAME.fullmatch(name))
+
+    def folders(self) -> list[str]:
+        try:
+            return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+
+    def free_bytes(self) -> int:
+        base = self.root
+        while not base.exists():
+            base = base.parent
+        status = os.statvfs(base)
+        return status.f_bavail * status.f_frsize
+
+    # -- removing
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with self._failing(f"deleting {name}"):
+            self.before(f"delete {name}")
+            path.unlink(missing_ok=True)
+            if path.parent.exists():
+                self._sync_folder(path.parent)
+
+    def delete_folder(self, folder: str) -> None:
+        with self._failing(f"deleting {folder}"):
+            self.before(f"delete {folder}")
+            shutil.rmtree(self.root / folder, ignore_errors=False) if (self.root / folder).exists() else None
+
+    def rename_folder(self, folder: str, to: str) -> None:
+        with self._failing(f"renaming {folder}"):
+            self.before(f"rename {folder}")
+            os.rename(self.root / folder, self.root / to)
+            self._sync_folder(self.root)
+
+    def sweep(self, age_s: float) -> int:
+        removed = 0
+        folders = [self.root, *(self.root / folder for folder in self.folders())]
+        for path in (path for folder in folders for path in folder.glob(f"*{_TEMPORARY}*")):
+            try:
+                if time.time() - path.stat().st_mtime >= age_s:
+                    path.unlink()
+                    removed += 1
+            except FileNotFoundError:
+                continue
+        return removed
+
+    # -- small things
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise BadConfig(f"{name!r} is not a name that a tier can hold")
+        return self.root / name
+
+    def _make_folder(self, folder: Path) -> None:
+        if not folder.is_dir():
+            self.before(f"mkdir {folder.name}")
+            folder.mkdir(parents=True, exist_ok=True)
+            self._sync_folder(folder.parent)
+
+    def _sync_folder(self, folder: Path) -> None:
+        if not self.durable:
+            return
+        self.before(f"fsync folder {folder.name}")
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Name the tier in whatever the operating system complains about."""
+        try:
+            yield
+        except (FileExistsError, FileNotFoundError, TierFailed):
+            raise
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise NotEnoughSpace(str(self.root), 0, self.free_bytes()) from error
+            raise TierFailed(error.errno, f"{self.name} failed {what}: {error.strerror}", str(self.root)) from error
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Rename without overwriting: a link refuses a name that is taken; where links are not to be had, look first."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path)) from error
+        os.rename(temporary, path)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _read_all(descriptor: int, into: memoryview, offset: int, size: int) -> None:
+    """Fill `into` from `offset`; with O_DIRECT the last read may ask for more than the file has."""
+    while into and offset < size:
+        count = os.preadv(descriptor, [into], offset)
+        if count == 0:
+            raise TierFailed(errno.EIO, "the file became shorter while it was read")
+        into, offset = into[count:], offset + count

@@ -1,0 +1,148 @@
+"""The records that make bytes a checkpoint: parts, commits, and how each is checked.
+
+A record is canonical JSON that carries its own digest: decoding it and encoding it again must give the same bytes.
+Out: data, part manifest, commit. Home: commit, part manifest, data. The chain of digests runs the same way, so a
+file from another step, rank or run cannot stand in for the right one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from everstep.errors import Damaged, NewerFormat
+from everstep.image import CHUNK_BYTES, FORMAT
+from everstep.store.tier import Tier
+from everstep.types import Attempt, Commit, Part, Piece, RunRecord
+
+Record = TypeVar("Record", Commit, Part, RunRecord, Attempt)
+
+_COMMIT_NAME = re.compile(r"step-(\d{10})\.json")
+_STEP_FOLDER = re.compile(r"step-(\d{10})")
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+def step_folder(step: int) -> str:
+    return f"step-{step:010d}"
+
+
+def commit_name(step: int) -> str:
+    return f"{step_folder(step)}.json"
+
+
+def data_name(step: int, rank: int) -> str:
+    return f"{step_folder(step)}/rank-{rank:05d}.safetensors"
+
+
+def part_name(step: int, rank: int) -> str:
+    return f"{step_folder(step)}/rank-{rank:05d}.json"
+
+
+def encode(record: Record) -> bytes:
+    body = msgspec.json.encode(msgspec.structs.replace(record, digest=""))
+    return msgspec.json.encode(msgspec.structs.replace(record, digest=xxhash.xxh3_128_hexdigest(body)))
+
+
+def decode(data: bytes | memoryview, kind: type[Record], *, tier: str, file: str) -> Record:
+    data = bytes(data)
+    try:
+        version = msgspec.json.decode(data, type=_Format).format
+        if version > FORMAT:
+            raise NewerFormat(f"format {version}, and this Everstep reads up to {FORMAT}; upgrade it", file=file)
+        record = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Damaged(f"unreadable record: {error}", tier=tier, file=file) from None
+    if encode(record) != data:
+        raise Damaged("the record does not match its digest", tier=tier, file=file)
+    return record
+
+
+def committed_steps(tier: Tier) -> list[int]:
+    return [int(m[1]) for name in tier.names() if (m := _COMMIT_NAME.fullmatch(name))]
+
+
+def step_folders(tier: Tier) -> list[int]:
+    return [int(m[1]) for name in tier.folders() if (m := _STEP_FOLDER.fullmatch(name))]
+
+
+def read_commit(tier: Tier, step: int, run: str) -> Commit:
+    file = commit_name(step)
+    commit = decode(tier.get(file), Commit, tier=tier.name, file=file)
+    if (commit.step, commit.run) != (step, run):
+        raise Damaged(f"this commit is of step {commit.step} of run {commit.run}", tier=tier.name, file=file, step=step)
+    if sorted(ref.rank for ref in commit.parts) != list(range(commit.world)):
+        raise Damaged("the commit does not list every rank once", tier=tier.name, file=file, step=step)
+    return commit
+
+
+def read_part(tier: Tier, commit: Commit, rank: int) -> Part:
+    """The manifest of one rank's part, checked against its commit."""
+    file = part_name(commit.step, rank)
+    try:
+        data = tier.get(file)
+    except FileNotFoundError:
+        raise Damaged("the manifest is missing", tier=tier.name, file=file, step=commit.step, rank=rank) from None
+    part = decode(data, Part, tier=tier.name, file=file)
+    if part.digest != commit.parts[[ref.rank for ref in commit.parts].index(rank)].digest:
+        raise Damaged("not the manifest that was committed", tier=tier.name, file=file, step=commit.step, rank=rank)
+    return part
+
+
+def read_data(tier: Tier, part: Part) -> memoryview:
+    """The image of one part, with every chunk checked."""
+    file = data_name(part.step, part.rank)
+
+    def bad(reason: str, chunk: int | None = None) -> Damaged:
+        return Damaged(reason, tier=tier.name, step=part.step, rank=part.rank, file=file, chunk=chunk)
+
+    try:
+        size = tier.size(file)
+        if size != part.bytes:
+            raise bad(f"{size} bytes instead of {part.bytes}")
+        image = tier.get(file)
+    except FileNotFoundError:
+        raise bad("the data is missing") from None
+    check_chunks(image, part.chunks, part.chunk_bytes, bad)
+    return image
+
+
+def check_chunks(image: memoryview, chunks: tuple[int, ...], chunk_bytes: int, bad: object) -> None:
+    """Compare an image with its checksums; `bad` makes the error from a reason and a chunk."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    if chunk_bytes != CHUNK_BYTES or len(chunks) != -(-len(image) // chunk_bytes):
+        raise bad(f"{len(chunks)} checksums do not fit {len(image)} bytes")  # type: ignore[operator]
+
+    def check(index: int) -> bool:
+        at = index * chunk_bytes
+        return bool(xxhash.xxh3_64_intdigest(image[at : at + chunk_bytes]) == chunks[index])
+
+    with ThreadPoolExecutor(4) as pool:
+        for index, good in enumerate(pool.map(check, range(len(chunks)))):
+            if not good:
+                raise bad("the bytes do not match their checksum", index)  # type: ignore[operator]
+
+
+def uncovered(parts: Iterable[tuple[Piece, ...]]) -> str | None:
+    """Why these parts together are not a whole checkpoint, or None if they are."""
+    volume: dict[str, int] = {}
+    wholes: dict[str, tuple[int, ...]] = {}
+    for pieces in parts:
+        for piece in pieces:
+            if piece.private:
+                continue
+            if wholes.setdefault(piece.name, piece.shape) != piece.shape:
+                return f"ranks disagree on the shape of {piece.name}"
+            volume[piece.name] = volume.get(piece.name, 0) + math.prod(piece.extent)
+    for name, shape in wholes.items():
+        if volume[name] != math.prod(shape):
+            return f"{volume[name]} of {math.prod(shape)} elements of {name} are there"
+    return None

@@ -1,0 +1,125 @@
+"""Who is in this job: rank, world, node; and how ranks tell each other a few bytes at the start.
+
+Nothing here is on the training path. `exchange` moves bytes as tensors, so that no pickle is involved.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from everstep.errors import EverstepError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    rank: int
+    world: int
+    node: str
+
+
+def here() -> Topology:
+    """This process's place, from torch.distributed if it is running, else a world of one."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return Topology(rank=dist.get_rank(), world=dist.get_world_size(), node=node_name())
+    return Topology(rank=0, world=1, node=node_name())
+
+
+def node_name() -> str:
+    return socket.gethostname()
+
+
+def exchange(payload: bytes, topology: Topology) -> list[bytes]:
+    """Every rank's payload, on every rank, in the order of ranks."""
+    if topology.world == 1:
+        return [payload]
+    import torch
+    import torch.distributed as dist
+
+    device = _collective_device()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(topology.world)]
+    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
+    sizes = [int(length.item()) for length in lengths]
+    mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
+    gathered = [torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(gathered, mine.to(device))
+    return [bytes(g[:n].cpu().numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
+
+
+def _collective_device() -> torch.device:
+    import torch
+    import torch.distributed as dist
+
+    if "nccl" in str(dist.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None, **options: Any) -> None:
+    """torch.distributed.init_process_group, under a store prefix that no earlier life of this job has used.
+
+    A restarted job can meet the addresses of its dead predecessors in the store. Here the ranks first find each
+    other alive: each says hello with a token made a moment ago, rank 0 answers the tokens it sees with the name of a
+    new generation, and goes on answering until all have joined it. Whoever is dead never joins.
+    """
+    import torch.distributed as dist
+
+    limit = timeout or dist.constants.default_pg_timeout
+    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+    generation = _agree_on_generation(dist.PrefixStore("everstep", store), rank, world, limit)
+    prefixed = dist.PrefixStore(f"everstep/{generation}", store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=limit, **options)
+
+
+def _agree_on_generation(store: Any, rank: int, world: int, limit: timedelta) -> str:
+    if world == 1:
+        return uuid.uuid4().hex
+    if rank != 0:
+        token = uuid.uuid4().hex
+        store.set(f"hello/{rank}", token)
+        try:
+            store.wait([f"welcome/{token}"], limit)
+        except Exception as error:
+            raise EverstepError(f"rank 0 did not answer rank {rank} within {limit}: {error}") from error
+        generation = str(store.get(f"welcome/{token}").decode())
+        store.set(f"joined/{generation}/{rank}", b"1")
+        return generation
+    generation = uuid.uuid4().hex
+    deadline = time.monotonic() + limit.total_seconds()
+    missing, answered = set(range(1, world)), set[str]()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"joined/{generation}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"hello/{other}"]):
+                token = store.get(f"hello/{other}").decode()
+                if token not in answered:
+                    answered.add(token)
+                    store.set(f"welcome/{token}", generation)
+        if time.monotonic() > deadline:
+            raise EverstepError(f"ranks {sorted(missing)} did not join within {limit}; are all nodes started?")
+        time.sleep(0.005 if missing else 0)
+    return generation
+
+
+def process_alive(pid: int) -> bool:
+    """Whether a process of this machine is running; a zombie is not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rsplit(b")", 1)[1].split()[0] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return False
+    except OSError:
+        os.kill(pid, 0)
+        return True

@@ -1,0 +1,186 @@
+"""The nouns that cross between rooms, and nothing else.
+
+Each is frozen, and each that reaches a medium is a msgspec struct, so that its JSON is its definition.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+
+class Level(enum.IntEnum):
+    """How far a checkpoint has climbed; each level includes the ones below it."""
+
+    LOST = 0
+    SEALED = 1  # complete in host memory: survives the death of the process
+    DURABLE = 2  # committed on a disk: survives a reboot
+
+    @classmethod
+    def named(cls, name: str) -> Level:
+        try:
+            return cls[name.upper()]
+        except KeyError:
+            raise ValueError(f"level must be 'sealed' or 'durable', not {name!r}") from None
+
+
+class Survives(enum.IntEnum):
+    """The worst event after which a tier still has its bytes."""
+
+    PROCESS = 1
+    REBOOT = 2
+    NODE = 3
+
+
+class Noun(msgspec.Struct, frozen=True, kw_only=True):
+    """A frozen value with keyword fields."""
+
+
+class Traits(Noun):
+    """What a tier promises, for plans and for people."""
+
+    survives: Survives
+    shared: bool  # readable from every node
+
+
+class Piece(Noun):
+    """A box of a named tensor, and where its bytes lie in an image's data."""
+
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]  # of the whole tensor
+    start: tuple[int, ...]  # of the box within it
+    extent: tuple[int, ...]
+    offset: int
+    length: int
+    private: bool = False  # this rank's own value, not a share of a common one
+
+    @property
+    def whole(self) -> bool:
+        return self.extent == self.shape
+
+
+class OptimizerInfo(Noun):
+    type: str
+    groups: tuple[tuple[str, ...], ...]  # the names of the parameters of each group
+
+
+class ImageInfo(Noun):
+    """What an image says about itself, beside its tensors; the same for every step."""
+
+    format: int
+    run: str
+    rank: int
+    world: int
+    aliases: dict[str, str] = {}  # second names of tied tensors
+    on_host: tuple[str, ...] = ()  # optimizer state that lies on the host though its parameter does not
+    optimizers: tuple[OptimizerInfo, ...] = ()
+
+
+class Part(Noun):
+    """One rank's share of a checkpoint on a medium: `rank-00003.json`."""
+
+    format: int
+    run: str
+    generation: str  # parts of one checkpoint come from one life of the job
+    step: int
+    rank: int
+    world: int
+    bytes: int
+    chunk_bytes: int
+    chunks: tuple[int, ...]  # xxh3-64 of every chunk
+    pieces: tuple[Piece, ...]
+    cut_time: float
+    torch: str
+    digest: str = ""
+
+
+class PartRef(Noun):
+    rank: int
+    bytes: int
+    digest: str  # of the part manifest, which in turn names the digests of the data
+
+
+class Commit(Noun):
+    """`step-0000001200.json`: the checkpoint exists because this file does."""
+
+    format: int
+    run: str
+    generation: str
+    step: int
+    world: int
+    parts: tuple[PartRef, ...]
+    cut_time: float
+    committed_time: float
+    digest: str = ""
+
+
+class RunRecord(Noun):
+    """`run.json`: the identity of a run directory."""
+
+    format: int
+    run: str
+    created_time: float
+    digest: str = ""
+
+
+class Attempt(Noun):
+    """`attempt.json`: somebody began to load this step and has not said how it went."""
+
+    format: int
+    step: int
+    count: int
+    error: str = ""  # set when the reader raised, empty when it just stopped living
+    digest: str = ""
+
+
+Source = Literal["memory", "disk"]
+
+
+class Holding(Noun):
+    """One part that somebody still has."""
+
+    source: Source
+    node: str
+    step: int
+    rank: int
+    world: int
+    generation: str
+    bytes: int
+    cut_time: float
+    complete: bool = True  # on a disk: covered by a commit
+    checked: bool = True  # carries checksums
+
+
+class Rejection(Noun):
+    step: int
+    source: Source | Literal["any"]
+    reason: str
+
+
+class Survey(Noun):
+    """What the surviving memories and tiers hold, and what they hold in vain."""
+
+    holdings: tuple[Holding, ...]
+    rejections: tuple[Rejection, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+
+
+class Plan(Noun):
+    """Which step to restore, and for each old rank's part, from where."""
+
+    step: int | None
+    world: int
+    parts: tuple[Holding, ...]
+    rejections: tuple[Rejection, ...]
+
+
+class Exposure(Noun):
+    """What one kind of event would cost right now."""
+
+    event: str
+    restored_from: str
+    steps: int | None  # None: everything
+    seconds: float | None
