@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.PHONY: demo test lint bench soak clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## two failures, one exact run
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## everything but the long matrices
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak"
+
+soak: $(STAMP)  ## the long matrices too
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## the CPU tables, under five minutes
+	$(BIN)/python bench/cpu.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
