@@ -1,18 +1,18 @@
 """Everstep keeps PyTorch training alive: every step survives, and a resumed run continues bit for bit.
 
-    run.py          guard(), Run: the door a training loop walks in by
-    archive.py      open(), Archive: the door for people and tools who read
-    # ground: imports nothing of ours but ground
-    types errors events clock config image topology
-    # the road out: a byte leaves the model
-    capture/        off the device, without stopping it     layout arena snapshot extras position
-    store/          onto a medium, all or nothing           tier disk memory manifest retain
-    keeper/         out of the trainer's way                protocol flush keeper process client
-    # the road home: a byte returns
-    recover/        back to the same step on every rank     survey plan assemble load
-    # beside the road
-    testing.py      the promises of a tier, as a suite that anybody can run
-    cli/            one file a command
+run.py          guard(), Run: the door a training loop walks in by
+archive.py      open(), Archive: the door for people and tools who read
+# ground: imports nothing of ours but ground
+types errors events clock config image topology
+# the road out: a byte leaves the model
+capture/        off the device, without stopping it     layout arena snapshot extras position
+store/          onto a medium, all or nothing           tier disk memory manifest retain
+keeper/         out of the trainer's way                protocol flush keeper process client
+# the road home: a byte returns
+recover/        back to the same step on every rank     survey plan assemble load
+# beside the road
+testing.py      the promises of a tier, as a suite that anybody can run
+cli/            one file a command
 """
 
 from __future__ import annotations

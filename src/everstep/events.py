@@ -19,7 +19,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=st
     time: float = msgspec.field(default_factory=time.time)
 
 
-class Started(Event):
+class Started(Event, frozen=True, kw_only=True):
     rank: int
     world: int
     pid: int
@@ -27,7 +27,7 @@ class Started(Event):
     source: str  # memory, disk, or nothing
 
 
-class Rejected(Event):
+class Rejected(Event, frozen=True, kw_only=True):
     """A candidate was passed over at recovery."""
 
     step: int
@@ -35,7 +35,7 @@ class Rejected(Event):
     reason: str
 
 
-class Arena(Event):
+class Arena(Event, frozen=True, kw_only=True):
     rank: int
     slots: int
     slot_bytes: int
@@ -44,7 +44,7 @@ class Arena(Event):
     pinned: bool
 
 
-class Skipped(Event):
+class Skipped(Event, frozen=True, kw_only=True):
     """A step was not captured."""
 
     rank: int
@@ -52,41 +52,41 @@ class Skipped(Event):
     reason: str
 
 
-class Persisted(Event):
+class Persisted(Event, frozen=True, kw_only=True):
     step: int
     bytes: int
     seconds: float
     direct: bool
 
 
-class Degraded(Event):
+class Degraded(Event, frozen=True, kw_only=True):
     """Something is not as safe as it was asked to be, and training goes on."""
 
     what: str
     reason: str
 
 
-class KeeperStarted(Event):
+class KeeperStarted(Event, frozen=True, kw_only=True):
     pid: int
     node: str
 
 
-class KeeperEnded(Event):
+class KeeperEnded(Event, frozen=True, kw_only=True):
     pid: int
     reason: str
 
 
-class Scavenged(Event):
+class Scavenged(Event, frozen=True, kw_only=True):
     step: int
     ranks: tuple[int, ...]
 
 
-class Retired(Event):
+class Retired(Event, frozen=True, kw_only=True):
     step: int
     reason: str
 
 
-class Stopping(Event):
+class Stopping(Event, frozen=True, kw_only=True):
     """A signal asked the run to end at a step boundary."""
 
     rank: int
@@ -94,7 +94,7 @@ class Stopping(Event):
     step: int
 
 
-class Finished(Event):
+class Finished(Event, frozen=True, kw_only=True):
     rank: int
     step: int
 

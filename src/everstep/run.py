@@ -33,7 +33,8 @@ from everstep.errors import BadConfig, EverstepError, Mismatch, RunHeld
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.image import FORMAT
 from everstep.keeper.client import Answers, KeeperClient
-from everstep.keeper.protocol import Hello
+from everstep.keeper.protocol import Hello, runtime_folder
+from everstep.keeper.scavenge import DIRECTORY, RUN_RECORD
 from everstep.recover.assemble import Checkpoint, apply, check
 from everstep.recover.load import clear_attempt, find, note_attempt
 from everstep.recover.survey import Sources
@@ -42,7 +43,6 @@ from everstep.store.manifest import decode, encode
 from everstep.topology import Topology
 from everstep.types import Level, RunRecord
 
-RUN_RECORD = "run.json"
 _LOCK_PATIENCE_S = 5.0
 
 
@@ -245,6 +245,7 @@ class Run:
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
         self._lock = _hold(chosen.directory, self._place)
         self._run = _identity(chosen.directory, self._place)
+        (runtime_folder(self._run) / DIRECTORY).write_text(str(chosen.directory))
         source = self._restore()
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
@@ -428,11 +429,10 @@ class Run:
         try:
             stepped, self._capture.stepped = self._capture.stepped, False
             self.step += stepped
-            if self.step > 0 and (stepped or self._finished or self._last_capture[0] != self.step):
-                if self._last_capture[0] is not None or stepped or self._finished:
-                    self._take()
-                    self._capture.wait_sealed()
-                    self._keeper.wait_durable(self.step, None)
+            if self._last_capture[0] is not None or stepped:
+                self._take()
+                self._capture.wait_sealed()
+                self._keeper.wait_durable(self.step, None)
         finally:
             self._release(final=self._finished)
         if self._finished:
@@ -557,5 +557,3 @@ def _identity(directory: Path, place: Topology) -> str:
     if answer[:1] != b"+":
         raise EverstepError(f"{directory} is not a run directory: {answer[1:].decode()}")
     return answer[1:].decode()
-
-

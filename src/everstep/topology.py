@@ -5,7 +5,6 @@ Nothing here is on the training path. `exchange` moves bytes as tensors, so that
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 import uuid
@@ -118,8 +117,5 @@ def process_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rsplit(b")", 1)[1].split()[0] not in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return False
     except OSError:
-        os.kill(pid, 0)
-        return True
+        return False

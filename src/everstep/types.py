@@ -38,14 +38,14 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen value with keyword fields."""
 
 
-class Traits(Noun):
+class Traits(Noun, frozen=True, kw_only=True):
     """What a tier promises, for plans and for people."""
 
     survives: Survives
     shared: bool  # readable from every node
 
 
-class Piece(Noun):
+class Piece(Noun, frozen=True, kw_only=True):
     """A box of a named tensor, and where its bytes lie in an image's data."""
 
     name: str
@@ -62,12 +62,12 @@ class Piece(Noun):
         return self.extent == self.shape
 
 
-class OptimizerInfo(Noun):
+class OptimizerInfo(Noun, frozen=True, kw_only=True):
     type: str
     groups: tuple[tuple[str, ...], ...]  # the names of the parameters of each group
 
 
-class ImageInfo(Noun):
+class ImageInfo(Noun, frozen=True, kw_only=True):
     """What an image says about itself, beside its tensors; the same for every step."""
 
     format: int
@@ -79,7 +79,7 @@ class ImageInfo(Noun):
     optimizers: tuple[OptimizerInfo, ...] = ()
 
 
-class Part(Noun):
+class Part(Noun, frozen=True, kw_only=True):
     """One rank's share of a checkpoint on a medium: `rank-00003.json`."""
 
     format: int
@@ -97,13 +97,13 @@ class Part(Noun):
     digest: str = ""
 
 
-class PartRef(Noun):
+class PartRef(Noun, frozen=True, kw_only=True):
     rank: int
     bytes: int
     digest: str  # of the part manifest, which in turn names the digests of the data
 
 
-class Commit(Noun):
+class Commit(Noun, frozen=True, kw_only=True):
     """`step-0000001200.json`: the checkpoint exists because this file does."""
 
     format: int
@@ -117,7 +117,7 @@ class Commit(Noun):
     digest: str = ""
 
 
-class RunRecord(Noun):
+class RunRecord(Noun, frozen=True, kw_only=True):
     """`run.json`: the identity of a run directory."""
 
     format: int
@@ -126,7 +126,7 @@ class RunRecord(Noun):
     digest: str = ""
 
 
-class Attempt(Noun):
+class Attempt(Noun, frozen=True, kw_only=True):
     """`attempt.json`: somebody began to load this step and has not said how it went."""
 
     format: int
@@ -139,7 +139,7 @@ class Attempt(Noun):
 Source = Literal["memory", "disk"]
 
 
-class Holding(Noun):
+class Holding(Noun, frozen=True, kw_only=True):
     """One part that somebody still has."""
 
     source: Source
@@ -154,13 +154,13 @@ class Holding(Noun):
     checked: bool = True  # carries checksums
 
 
-class Rejection(Noun):
+class Rejection(Noun, frozen=True, kw_only=True):
     step: int
     source: Source | Literal["any"]
     reason: str
 
 
-class Survey(Noun):
+class Survey(Noun, frozen=True, kw_only=True):
     """What the surviving memories and tiers hold, and what they hold in vain."""
 
     holdings: tuple[Holding, ...]
@@ -168,7 +168,7 @@ class Survey(Noun):
     attempts: tuple[Attempt, ...] = ()
 
 
-class Plan(Noun):
+class Plan(Noun, frozen=True, kw_only=True):
     """Which step to restore, and for each old rank's part, from where."""
 
     step: int | None
@@ -177,7 +177,7 @@ class Plan(Noun):
     rejections: tuple[Rejection, ...]
 
 
-class Exposure(Noun):
+class Exposure(Noun, frozen=True, kw_only=True):
     """What one kind of event would cost right now."""
 
     event: str

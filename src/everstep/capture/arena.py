@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -59,7 +60,7 @@ def _pack(record: bytes) -> bytes:
     return record + _SUM.pack(xxhash.xxh3_64_intdigest(record))
 
 
-def _unpack(form: struct.Struct, buffer: mmap.mmap, at: int) -> tuple[int, ...] | None:
+def _unpack(form: struct.Struct, buffer: mmap.mmap, at: int) -> tuple[Any, ...] | None:
     record = buffer[at : at + form.size]
     (total,) = _SUM.unpack_from(buffer, at + form.size)
     return form.unpack(record) if total == xxhash.xxh3_64_intdigest(record) else None
@@ -82,8 +83,13 @@ class Arena:
         fields = _unpack(_HEADER, self.control, 0)
         if fields is None or fields[0] != _MAGIC:
             raise Damaged("not an arena", file=place)
-        _, version, self.rank, self.world, count, self.slot_bytes, self.layout_digest, run, self.pid = fields
-        self.run = bytes(run).decode()  # type: ignore[arg-type]
+        _, version, rank, world, count, slot_bytes, layout_digest, run, pid = fields
+        self.rank: int = rank
+        self.world: int = world
+        self.slot_bytes: int = slot_bytes
+        self.layout_digest: int = layout_digest
+        self.pid: int = pid
+        self.run: str = run.decode()
         if version != FORMAT or count != len(slots) or count > MAX_SLOTS:
             raise Damaged(f"an arena of format {version} with {count} slots", file=place)
         if any(os.fstat(slot).st_size != self.slot_bytes for slot in slots):
@@ -94,9 +100,7 @@ class Arena:
     # -- making and finding
 
     @classmethod
-    def create(
-        cls, root: Path | None, *, run: str, rank: int, world: int, layout: ImageLayout, slots: int
-    ) -> Arena:
+    def create(cls, root: Path | None, *, run: str, rank: int, world: int, layout: ImageLayout, slots: int) -> Arena:
         """A new arena with empty slots: under `root`, or of memfds if there is none. Memory is taken now or refused."""
         size = layout.total_bytes
         control_bytes = BLOCK + slots * _checks_bytes(size)
@@ -206,7 +210,11 @@ class Arena:
 
     def live(self) -> Live:
         fields = _unpack(_LIVE, self.control, _LIVE_AT)
-        return Live(step=fields[0], cut_time=fields[1], stop_at=fields[2]) if fields else Live(step=0, cut_time=0.0, stop_at=0)  # noqa: E501
+        return (
+            Live(step=fields[0], cut_time=fields[1], stop_at=fields[2])
+            if fields
+            else Live(step=0, cut_time=0.0, stop_at=0)
+        )
 
     def seals(self) -> dict[int, Seal]:
         """The sealed slots."""
@@ -217,7 +225,7 @@ class Arena:
                 sequence, step, cut_time, length, digest, generation = fields
                 found[slot] = Seal(
                     sequence=sequence, step=step, cut_time=cut_time, length=length, layout_digest=digest,
-                    generation=bytes(generation).decode(),  # type: ignore[arg-type]
+                    generation=generation.decode(),
                 )  # fmt: skip
         return found
 
@@ -236,7 +244,11 @@ class Arena:
             return None
         record = self.control[at : at + _CHECKS.size + 8 * count]
         (total,) = _SUM.unpack_from(self.control, at + len(record))
-        return struct.unpack_from(f"<{count}Q", record, _CHECKS.size) if total == xxhash.xxh3_64_intdigest(record) else None  # noqa: E501
+        return (
+            struct.unpack_from(f"<{count}Q", record, _CHECKS.size)
+            if total == xxhash.xxh3_64_intdigest(record)
+            else None
+        )
 
     def set_checks(self, slot: int, sequence: int, checksums: tuple[int, ...]) -> None:
         at = BLOCK + slot * _checks_bytes(self.slot_bytes)

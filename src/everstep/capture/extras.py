@@ -153,7 +153,7 @@ def random_state() -> dict[str, Any]:
     import torch
 
     version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, struct.pack(f"<{len(internal)}Q", *internal), gauss],
         "numpy": [kind, np.asarray(keys).tobytes(), int(position), int(has_gauss), float(cached)],

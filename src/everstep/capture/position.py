@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from everstep.capture.extras import random_state, set_random_state
 from everstep.errors import Mismatch
@@ -64,7 +64,12 @@ class _Rest:
 
     def __iter__(self) -> Iterator[int]:
         whole = copy.copy(self._sampler)
-        whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = 1, 0, len(whole.dataset), len(whole.dataset)  # noqa: E501
+        whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = (
+            1,
+            0,
+            len(whole.dataset),
+            len(whole.dataset),
+        )
         order = list(whole)
         rest, ranks = order[self._taken :], self._sampler.num_replicas
         if self._sampler.drop_last:
@@ -123,7 +128,7 @@ class Feed:
             if self.kind != "stateful":
                 raise Mismatch("the saved loader had a state_dict and this one has none; give the same kind of loader")
             self.loader.load_state_dict(position["loader"])
-            return iter(self.loader)
+            return cast(Iterator[Any], iter(self.loader))
         if self._distributed is not None and position["samples"] is not None:
             self.kind = "sampled"  # for the rest of this pass its own count would start in the middle
             return self._iterate_over(_Rest(self._distributed, self._samples))
@@ -137,7 +142,7 @@ class Feed:
         iterator = iter(self.loader)
         for _ in range(self._batches):
             next(iterator, None)
-        return iterator
+        return cast(Iterator[Any], iterator)
 
     def next_batch(self) -> Any:
         """The next batch, or StopIteration at the end of a pass."""
@@ -159,13 +164,18 @@ class Feed:
 
     def _set_epoch(self) -> None:
         for holder in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
-            if hasattr(holder, "set_epoch"):
+            if holder is not None and hasattr(holder, "set_epoch"):
                 holder.set_epoch(self.epoch)
 
     def _generators(self) -> list[Any]:
         """The generators of loader and samplers, each once."""
         batch_sampler = getattr(self.loader, "batch_sampler", None)
-        holders = (self.loader, getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))  # noqa: E501
+        holders = (
+            self.loader,
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        )
         found = [getattr(holder, "generator", None) for holder in holders]
         return list({id(g): g for g in found if g is not None}.values())
 
@@ -203,4 +213,4 @@ class Feed:
             object.__setattr__(self.loader, name, original)
         if isinstance(samples, _From):
             samples.drop()
-        return iterator
+        return cast(Iterator[Any], iterator)

@@ -36,6 +36,8 @@ from everstep.keeper.protocol import (
     Trouble,
     Welcome,
     connect,
+    find_runtime_folder,
+    leave,
 )
 
 _ATTEMPTS = 5
@@ -82,6 +84,7 @@ class KeeperClient:
             self._channel.close()
         if self._inline is not None:
             self._inline.join()
+            leave(find_runtime_folder(self._run))
 
     def _introduce(self) -> None:
         assert self._hello is not None
@@ -209,9 +212,11 @@ def inherited(run: str, rank: int | None) -> list[Arena]:
         return []
     finally:
         channel.close()
-    if heard is None or not isinstance(heard[0], Inherited):
+    if heard is None:
         return []
     message, descriptors = heard
+    if not isinstance(message, Inherited):
+        return []
     arenas = []
     for count in message.counts:
         mine, descriptors = descriptors[:count], descriptors[count:]

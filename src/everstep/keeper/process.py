@@ -13,7 +13,7 @@ from pathlib import Path
 from everstep.errors import KeeperLost
 from everstep.events import EventLog, KeeperEnded, KeeperStarted
 from everstep.keeper.keeper import Keeper
-from everstep.keeper.protocol import runtime_folder
+from everstep.keeper.protocol import leave, runtime_folder
 from everstep.topology import node_name
 
 _NICENESS = 10
@@ -39,10 +39,7 @@ def keeper_log(directory: Path) -> Path:
 
 def main(run: str, directory: Path) -> None:
     folder = runtime_folder(run)
-    lock = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _lock(folder / "keeper.lock"):
         return  # there is one already
     path = folder / "keeper.sock"
     path.unlink(missing_ok=True)
@@ -59,11 +56,23 @@ def main(run: str, directory: Path) -> None:
     emit(KeeperStarted(pid=os.getpid(), node=node_name()))
     Keeper(directory, emit).serve(listener, [])
     path.unlink(missing_ok=True)
-    try:
-        folder.rmdir() if not any(p.name != "keeper.lock" for p in folder.iterdir()) else None
-    except OSError:
-        pass  # an arena that could not be made durable stays, and so does its folder
+    (folder / "keeper.lock").unlink(missing_ok=True)
+    leave(folder)
     emit(KeeperEnded(pid=os.getpid(), reason="no trainers, and all that was sealed is durable"))
+
+
+def _lock(path: Path) -> bool:
+    """Hold the lock for the life of this process; a lock file that a predecessor just removed does not count."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+            return True
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from everstep.capture.arena import SHARED_MEMORY, arena_root, open_root
 from everstep.errors import KeeperLost
 
 _MAX_MESSAGE = 64 << 10
-_MAX_DESCRIPTORS = 64
+_MAX_DESCRIPTORS = 253
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -27,7 +28,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # trainer to keeper
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """First word of a trainer. `local`: how many ranks of the world are on this node."""
 
     rank: int
@@ -47,36 +48,36 @@ class Hello(Message):
     torch: str
 
 
-class Attach(Message):
+class Attach(Message, frozen=True, kw_only=True):
     """An arena, as descriptors: the control page, then the slots."""
 
     place: str
 
 
-class LeaseAnswer(Message):
+class LeaseAnswer(Message, frozen=True, kw_only=True):
     step: int
     slot: int | None
 
 
-class Persist(Message):
+class Persist(Message, frozen=True, kw_only=True):
     """Make this step durable as soon as it can be."""
 
     step: int
 
 
-class StopAt(Message):
+class StopAt(Message, frozen=True, kw_only=True):
     """Everybody leaves after this step (also passed on by the keeper)."""
 
     step: int
 
 
-class Inherit(Message):
+class Inherit(Message, frozen=True, kw_only=True):
     """What did the earlier life of this rank (or of any, if None) leave in memfds?"""
 
     rank: int | None
 
 
-class Bye(Message):
+class Bye(Message, frozen=True, kw_only=True):
     """The trainer ends in good order. `final`: the run is finished and its arena is no longer needed."""
 
     final: bool
@@ -85,35 +86,36 @@ class Bye(Message):
 # keeper to trainer
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     pid: int
     leased: tuple[int, ...]
 
 
-class Lease(Message):
+class Lease(Message, frozen=True, kw_only=True):
     step: int
 
 
-class Release(Message):
+class Release(Message, frozen=True, kw_only=True):
     slot: int
 
 
-class Durable(Message):
+class Durable(Message, frozen=True, kw_only=True):
     step: int
 
 
-class Trouble(Message):
+class Trouble(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Inherited(Message):
+class Inherited(Message, frozen=True, kw_only=True):
     """How many descriptors of each arena come along, and where the arena lies."""
 
     counts: tuple[int, ...]
 
 
 AnyMessage = (
-    Hello | Attach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release | Durable | Trouble | Inherited
+    Hello | Attach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release | Durable | Trouble
+    | Inherited
 )  # fmt: skip
 
 
@@ -159,6 +161,12 @@ def runtime_folder(run: str) -> Path:
     folder = open_root(base) / run
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+def leave(folder: Path) -> None:
+    """Remove a run's directory on this node, unless an arena is still in it."""
+    if folder.is_dir() and not any(folder.glob("rank-*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_runtime_folder(run: str) -> Path:

@@ -30,14 +30,23 @@ class Checkpoint:
     pieces: dict[str, list[tuple[Piece, Tensor]]] = field(default_factory=dict)
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, put together if need be."""
+        """A whole tensor in memory of its own."""
         pieces = self.pieces[name]
         if len(pieces) == 1 and pieces[0][0].whole:
-            return pieces[0][1]
+            return pieces[0][1].clone()
         whole = torch.empty(pieces[0][0].shape, dtype=pieces[0][1].dtype)
         for piece, part in pieces:
             whole[_box(piece)].copy_(part)
         return whole
+
+    def state_names(self, prefix: str) -> dict[str, dict[str, str]]:
+        """The tensors of an optimizer's state: parameter -> key -> full name."""
+        found: dict[str, dict[str, str]] = {}
+        for name in self.pieces:
+            if name.startswith(f"{prefix}.state."):
+                parameter, key = name.removeprefix(f"{prefix}.state.").rsplit(".", 1)
+                found.setdefault(parameter, {})[key] = name
+        return found
 
 
 def view(images: dict[int, Image], step: int, rank: int) -> Checkpoint:
@@ -91,15 +100,15 @@ def differences(checkpoint: Checkpoint, subjects: Subjects) -> list[str]:
 
 
 def _is_model(name: str) -> bool:
-    return name.startswith(("model.", "extra.")) or (name.startswith("optimizer.") and ".params." in name and ".state." not in name)  # noqa: E501
+    return name.startswith(("model.", "extra.")) or (
+        name.startswith("optimizer.") and ".params." in name and ".state." not in name
+    )
 
 
 def check(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[str]:
     found = differences(checkpoint, subjects)
     if found and strict:
-        raise Mismatch(
-            f"checkpoint {checkpoint.step} does not fit this program (strict=False loads what fits):", found
-        )
+        raise Mismatch(f"checkpoint {checkpoint.step} does not fit this program (strict=False loads what fits):", found)
     return found
 
 
@@ -134,11 +143,7 @@ def _restore_optimizer(
 ) -> None:
     saved = checkpoint.extras["optimizers"][index]
     on_host = set(checkpoint.info.on_host)
-    state_of: dict[str, dict[str, str]] = {}
-    for name in checkpoint.pieces:
-        if name.startswith(f"{prefix}.state."):
-            parameter, key = name.removeprefix(f"{prefix}.state.").rsplit(".", 1)
-            state_of.setdefault(parameter, {})[key] = name
+    state_of = checkpoint.state_names(prefix)
     for g, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
@@ -183,10 +188,10 @@ def _replace_buffer(subjects: Subjects, name: str, value: Tensor) -> None:
         path = name.removeprefix("volatile.")
         if path.startswith(f"{prefix}."):
             *parents, key = path.removeprefix(f"{prefix}.").split(".")
-            holder = innermost(module)
+            holder: Any = innermost(module)
             for parent in parents:
-                holder = getattr(holder, parent, None)  # type: ignore[assignment]
-                if holder is None:
-                    return
+                holder = getattr(holder, parent, None)
+            if holder is None:
+                return
             old = holder._buffers.get(key)
             holder._buffers[key] = value.clone().to(old.device if old is not None else "cpu")

@@ -76,7 +76,12 @@ def _parts(held: list[Holding], world: int, nodes: Collection[str]) -> tuple[tup
 def without(survey: Survey, bad: Holding, reason: str) -> Survey:
     """The survey after a part turned out to be damaged."""
     return Survey(
-        holdings=tuple(h for h in survey.holdings if (h.source, h.node, h.step, h.rank, h.generation) != (bad.source, bad.node, bad.step, bad.rank, bad.generation)),  # noqa: E501
+        holdings=tuple(
+            h
+            for h in survey.holdings
+            if (h.source, h.node, h.step, h.rank, h.generation)
+            != (bad.source, bad.node, bad.step, bad.rank, bad.generation)
+        ),
         rejections=(*survey.rejections, Rejection(step=bad.step, source=bad.source, reason=reason)),
         attempts=survey.attempts,
     )

@@ -1,0 +1,5 @@
+"""`python -m everstep.cli`."""
+
+from everstep.cli import main
+
+main()

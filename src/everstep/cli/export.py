@@ -1,0 +1,31 @@
+"""`everstep export`: a step for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everstep.archive import open
+from everstep.cli.output import Directory, Json, MemoryPath, Step, print_json
+
+
+def command(
+    directory: Directory,
+    output: Annotated[Path, typer.Argument(help="The file to write, or the directory for dcp.")],
+    format: Annotated[str, typer.Option("--format", help="safetensors, torch or dcp.")] = "safetensors",
+    only: Annotated[str, typer.Option("--only", help="all, or model.")] = "all",
+    step: Step = None,
+    json: Json = False,
+    memory: MemoryPath = None,
+) -> None:
+    """Write a step as one safetensors file, a torch.save file or a DCP directory."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"exporting to {output}"):
+        exported = open(directory, memory=memory).export(output, step, format=format, only=only)
+    if json:
+        print_json({"step": exported, "path": str(output), "format": format})
+    else:
+        print(f"step {exported} is in {output}")

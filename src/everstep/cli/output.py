@@ -1,0 +1,54 @@
+"""How commands speak: a table for people, JSON for machines; rich is loaded only when a table is drawn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+Directory = Annotated[Path, typer.Argument(help="The run's directory: the dir= of guard().")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MemoryPath = Annotated[str | None, typer.Option("--memory", help="The path given to Memory(path=...), if one was.")]
+Step = Annotated[int | None, typer.Option("--step", help="A step; by default the newest.")]
+
+
+def print_json(value: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for column in columns:
+        numeric = column in ("step", "ranks", "size", "rank", "bytes", "steps lost", "work lost")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, markup=False)
+
+
+def human_bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def human_seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "all of it"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def ago(when: float) -> str:
+    return f"{human_seconds(max(0.0, time.time() - when))} ago"

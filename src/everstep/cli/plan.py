@@ -1,0 +1,34 @@
+"""`everstep plan`: what a restart would do, and why not otherwise."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from everstep.archive import open
+from everstep.cli.output import Directory, Json, MemoryPath, human_bytes, print_json, print_table
+
+
+def command(
+    directory: Directory,
+    lost: Annotated[list[str] | None, typer.Option("--lost", help="Taken to be lost: memory, disk, or a node.")] = None,
+    json: Json = False,
+    memory: MemoryPath = None,
+) -> None:
+    """Show which step a restart would take, from where, and why every newer one was passed over."""
+    plan = open(directory, memory=memory).plan(lost or ())
+    if json:
+        print_json(plan)
+        return
+    if plan.step is None:
+        print("nothing can be restored")
+    else:
+        rows = [
+            [str(p.rank), p.source, p.node, human_bytes(p.bytes), "yes" if p.checked else "seal only"]
+            for p in plan.parts
+        ]
+        print_table(["rank", "from", "node", "size", "checksums"], rows, title=f"step {plan.step} would be restored")
+    if plan.rejections:
+        rejected = [[str(r.step), r.source, r.reason] for r in plan.rejections]
+        print_table(["step", "source", "passed over because"], rejected)

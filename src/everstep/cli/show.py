@@ -1,0 +1,48 @@
+"""`everstep show`: what one step on disk is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from everstep.archive import open
+from everstep.cli.output import Directory, Json, Step, ago, human_bytes, print_json, print_table
+from everstep.errors import NothingToRestore
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import committed_steps
+
+
+def command(
+    directory: Directory,
+    step: Step = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json: Json = False,
+) -> None:
+    """Show the parts of one step on disk, and with --tensors every tensor in them."""
+    archive = open(directory)
+    committed = committed_steps(DiskTier(archive.directory))
+    if not committed:
+        raise NothingToRestore(f"{directory} has no step on disk yet")
+    commit, parts = archive.manifest(step if step is not None else committed[-1])
+    if json:
+        print_json({"commit": commit, "parts": parts})
+        return
+    print(f"step {commit.step} of run {commit.run}, taken {ago(commit.cut_time)} by {commit.world} rank(s)")
+    rows = [
+        [str(p.rank), human_bytes(p.bytes), str(len(p.pieces)), str(len(p.chunks)), p.torch or "unknown"] for p in parts
+    ]
+    print_table(["rank", "size", "tensors", "checksums", "torch"], rows)
+    if tensors:
+        listed = [
+            [
+                str(p.rank),
+                x.name,
+                x.dtype,
+                str(list(x.shape)),
+                "" if x.whole else f"rows {x.start[0]} to {x.start[0] + x.extent[0]}",
+            ]
+            for p in parts
+            for x in p.pieces
+        ]
+        print_table(["rank", "name", "dtype", "shape", "part"], listed)

@@ -1,0 +1,22 @@
+"""`everstep status`: is it alive, how far is it, and what would be lost right now."""
+
+from __future__ import annotations
+
+from everstep.archive import open
+from everstep.cli.output import Directory, Json, MemoryPath, human_bytes, human_seconds, print_json, print_table
+
+
+def command(directory: Directory, json: Json = False, memory: MemoryPath = None) -> None:
+    """Show whether a run is alive, how far it is, and what each kind of loss would cost right now."""
+    status = open(directory, memory=memory).status()
+    if json:
+        print_json(status)
+        return
+    trainers = ", ".join(map(str, status["trainers"])) or "none"
+    print(f"run {status['run']} in {status['directory']}")
+    print(f"trainers: {trainers}; keeper: {status['keeper'] or 'none'}; memory: {human_bytes(status['arena_bytes'])}")
+    print(
+        f"step {status['step']}; sealed in memory: {status['sealed_step']}; durable on disk: {status['durable_step']}"
+    )
+    rows = [[e.event, e.restored_from, str(e.steps), human_seconds(e.seconds)] for e in status["exposure"]]
+    print_table(["if ...", "restored from", "steps lost", "work lost"], rows)
