@@ -44,6 +44,7 @@ from everstep.topology import Topology
 from everstep.types import Level, RunRecord
 
 _LOCK_PATIENCE_S = 5.0
+_GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
 
 
 def guard(
@@ -240,6 +241,8 @@ class Run:
         self._last_capture: tuple[int | None, float] = (None, 0.0)
         self._stop_at: int | None = None
         self._signal: int | None = None
+        self._is_leaving = False
+        self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
         chosen.directory.mkdir(parents=True, exist_ok=True)
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
@@ -355,6 +358,8 @@ class Run:
             return
         self._capture.stepped = False
         self.step += 1
+        before, self._cut_at = self._cut_at, time.monotonic()
+        self._step_s = self._cut_at - before
         leaving = self._leaving()
         if leaving or self._is_due() or self.step == self.settings.steps:
             self._take()
@@ -390,14 +395,16 @@ class Run:
     # -- asking
 
     def wait(self, level: str = "durable", timeout: float | None = None) -> bool:
-        """Wait until the present step has reached a level. False if it had not in time."""
+        """Wait until the last cut has reached a level. False if it had not in time."""
         wanted = Level.named(level)
-        if self._last_capture[0] != self.step and self.step != self.resumed_from and self.step > 0:
+        between_steps = not self._capture.stepped
+        if between_steps and self.step > 0 and self.step not in (self._last_capture[0], self.resumed_from):
             self._take()
         self._capture.wait_sealed()
-        if wanted is Level.SEALED or self.step == 0:
+        captured = self._capture.sealed_step
+        if wanted is Level.SEALED or captured is None:
             return True
-        return self._keeper.wait_durable(self.step, timeout)
+        return self._keeper.wait_durable(captured, timeout)
 
     def status(self) -> dict[str, object]:
         """Where the run stands, as plain data."""
@@ -444,6 +451,8 @@ class Run:
         self._keeper.close(final=final)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
+        if self._old_handlers:
+            signal.set_wakeup_fd(-1)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -472,7 +481,24 @@ class Run:
     def _catch_signals(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
+        hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(hear, True)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch_signals, args=(hear,), name="everstep-signals", daemon=True).start()
         return {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def _watch_signals(self, hear: int) -> None:
+        """A trainer that hangs in a collective cannot finish its step: after a while it leaves without, losing nothing.
+
+        Python runs signal handlers between two of its own instructions, which a hanging trainer never reaches.
+        """
+        while number := os.read(hear, 1):
+            if number[0] == signal.SIGTERM:
+                deadline = time.monotonic() + max(_GRACE_S, _GRACE_STEPS * self._step_s)
+                while time.monotonic() < deadline and not self._closed and not self._is_leaving:
+                    time.sleep(0.05)
+                if not self._closed and not self._is_leaving:
+                    os._exit(128 + signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None and number == signal.SIGINT:
@@ -494,6 +520,7 @@ class Run:
         return self._stop_at is not None and self.step >= self._stop_at
 
     def _leave(self) -> None:
+        self._is_leaving = True
         number = self._signal or signal.SIGTERM
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
         self._capture.wait_sealed()

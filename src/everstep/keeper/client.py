@@ -41,6 +41,7 @@ from everstep.keeper.protocol import (
 )
 
 _ATTEMPTS = 5
+_ASK_AGAIN_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,13 +136,13 @@ class KeeperClient:
         """Whether the step was durable in time. Raises what the keeper complains of, if that is why it was not."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.trouble = ""
-        self.persist(step)
-        with self._state:
-            while self.durable_step < step and not self.trouble:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return False
-                self._state.wait(1.0 if left is None else min(1.0, left))
+        while self.durable_step < step and not self.trouble:
+            left = _ASK_AGAIN_S if deadline is None else min(_ASK_AGAIN_S, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            self.persist(step)  # again and again: a keeper that has just been born has not heard it
+            with self._state:
+                self._state.wait_for(lambda: self.durable_step >= step or bool(self.trouble), left)
         if self.durable_step < step:
             raise EverstepError(f"step {step} is not durable: {self.trouble}")
         return True

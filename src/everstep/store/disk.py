@@ -25,7 +25,7 @@ from everstep.image import BLOCK, CHUNK_BYTES, round_up
 from everstep.types import Survives, Traits
 
 _THREADS = 4
-_TEMPORARY = ".tmp-"
+_TEMPORARY = ".tmp-"  # no blob is called so: names begin with a letter
 _NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")
 _SPARE_BYTES = 16 << 20  # never fill a disk to its last byte
 
@@ -51,7 +51,7 @@ class DiskTier:
             raise NotEnoughSpace(str(self.root), len(data), self.free_bytes())
         with self._failing(f"writing {name}"):
             self._make_folder(path.parent)
-            temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
+            temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex[:12]}-{path.name}")
             try:
                 checksums = self._write(temporary, data)
                 self.before(f"rename {name}")
@@ -72,7 +72,7 @@ class DiskTier:
                 chunk = data[offset : offset + CHUNK_BYTES]
                 self.before(f"write {path.name} at {offset}")
                 if direct and len(chunk) % BLOCK:
-                    self._write_tail(descriptor, chunk, offset)
+                    _write_padded(descriptor, chunk, offset)
                 else:
                     _write_all(descriptor, chunk, offset)
                 return int(xxhash.xxh3_64_intdigest(chunk))
@@ -103,13 +103,6 @@ class DiskTier:
                     raise
                 path.unlink(missing_ok=True)  # some file systems create the file before they refuse
         return os.open(path, flags, 0o644), False
-
-    def _write_tail(self, descriptor: int, chunk: memoryview, offset: int) -> None:
-        """O_DIRECT takes whole blocks: pad the last chunk; the file is cut to size afterwards."""
-        with mmap.mmap(-1, round_up(len(chunk), BLOCK)) as padded:
-            padded[: len(chunk)] = chunk
-            with memoryview(padded) as view:
-                _write_all(descriptor, view, offset)
 
     # -- reading
 
@@ -195,7 +188,7 @@ class DiskTier:
     def sweep(self, age_s: float) -> int:
         removed = 0
         folders = [self.root, *(self.root / folder for folder in self.folders())]
-        for path in (path for folder in folders for path in folder.glob(f"*{_TEMPORARY}*")):
+        for path in (path for folder in folders for path in folder.glob(f"{_TEMPORARY}*")):
             try:
                 if time.time() - path.stat().st_mtime >= age_s:
                     path.unlink()
@@ -254,8 +247,24 @@ def _publish(temporary: Path, path: Path) -> None:
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
-        written = os.pwrite(descriptor, data, offset)
+        try:
+            written = os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            _write_padded(descriptor, data, offset)  # memory that does not begin on a block
+            return
         data, offset = data[written:], offset + written
+
+
+def _write_padded(descriptor: int, data: memoryview, offset: int) -> None:
+    """O_DIRECT takes whole blocks from whole blocks: copy to such; the file is cut to size afterwards."""
+    with mmap.mmap(-1, round_up(len(data), BLOCK)) as aligned:
+        aligned[: len(data)] = data
+        at = 0
+        while at < len(aligned):
+            with memoryview(aligned) as view, view[at:] as rest:
+                at += os.pwrite(descriptor, rest, offset + at)
 
 
 def _read_all(descriptor: int, into: memoryview, offset: int, size: int) -> None:

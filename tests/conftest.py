@@ -1,0 +1,16 @@
+"""Shared by all tests: one thread for torch, so that forked children compute like their parent."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch._dynamo  # optimizers load it when first made: once here, not in every forked child
+
+import everstep.archive
+import everstep.run
+
+torch.set_num_threads(1)
+torch.set_flush_denormal(True)

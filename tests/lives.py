@@ -1,0 +1,185 @@
+"""Training in forked children that may be killed, and what is left of them.
+
+A life is one process that trains a small model under guard() until it ends or dies. Lives of one directory follow each
+other like restarts of a job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import everstep
+from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.store.disk import DiskTier
+
+STEPS = 6
+
+
+def digest(*objects: Any) -> str:
+    """A hash of tensors and values, to the bit."""
+    total = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                total.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        else:
+            total.update(repr(value).encode())
+
+    add(objects)
+    return total.hexdigest()[:16]
+
+
+def tiny() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(48, 8), torch.randint(0, 3, (48,)))
+    return model, optimizer, DataLoader(data, batch_size=4, shuffle=True)
+
+
+def train_tiny(
+    directory: Path, at_step: Callable[[everstep.Run], None] = lambda run: None, **options: Any
+) -> dict[str, Any]:
+    """One life; what it returns reaches the parent if it lives that long."""
+    model, optimizer, loader = tiny()
+    losses: list[float] = []
+    options = {"steps": STEPS, "epochs": None, "keeper": "inline", **options}
+    run = everstep.guard(model, optimizer, loader, dir=directory, extra={"losses": losses}, **options)
+    began = run.resumed_from
+    for x, y in run:
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        at_step(run)
+    return {
+        "resumed_from": began,
+        "step": run.step,
+        "digest": digest(model.state_dict(), optimizer.state_dict(), losses, torch.get_rng_state()),
+        "losses": losses,
+    }
+
+
+class Outcome(msgspec.Struct):
+    """How a life ended."""
+
+    killed: bool
+    code: int
+    result: dict[str, Any] | None
+    error: str
+
+
+def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
+    """Run one life in a forked child and see how it ends."""
+    hear, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer: dict[str, Any] = {}
+        code = 0
+        try:
+            os.close(hear)
+            answer = {"result": life()}
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+            answer = {"error": "SystemExit"}
+        except BaseException:
+            code = 1
+            answer = {"error": traceback.format_exc()}
+        with os.fdopen(tell, "wb") as pipe:
+            pipe.write(msgspec.msgpack.encode(answer))
+        os._exit(code)
+    os.close(tell)
+    deadline = time.monotonic() + timeout
+    with os.fdopen(hear, "rb") as pipe:
+        os.set_blocking(hear, False)
+        data = b""
+        while time.monotonic() < deadline:
+            chunk = pipe.read()
+            if chunk == b"":
+                break
+            data += chunk or b""
+            time.sleep(0.002)
+        else:
+            os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    answer = msgspec.msgpack.decode(data) if data else {}
+    killed = os.WIFSIGNALED(status)
+    code = -os.WTERMSIG(status) if killed else os.WEXITSTATUS(status)
+    return Outcome(killed=killed, code=code, result=answer.get("result"), error=answer.get("error", ""))
+
+
+def must_finish(life: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    outcome = live(life)
+    assert outcome.result is not None, f"exit {outcome.code}: {outcome.error}"
+    return outcome.result
+
+
+class Countdown:
+    """Kills this process before the n-th operation on any medium."""
+
+    def __init__(self, operation: int) -> None:
+        self.left = operation
+
+    def __call__(self, name: str) -> None:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(10)  # the signal may take a moment to arrive
+        self.left -= 1
+
+    def install(self) -> None:
+        DiskTier.before = staticmethod(self)  # type: ignore[assignment]
+        Arena.before = staticmethod(self)  # type: ignore[assignment]
+
+
+def cuts_made(directory: Path) -> int:
+    """How many steps the dead had cut, from the memory that outlived them."""
+    run = run_of(directory)
+    arenas = list(find_arenas(arena_root(None), run)) if run else []
+    return max((arena.live().step for arena in arenas), default=0)
+
+
+def run_of(directory: Path) -> str:
+    try:
+        return str(msgspec.json.decode((directory / "run.json").read_bytes())["run"])
+    except FileNotFoundError:
+        return ""
+
+
+def forget_memory(directory: Path) -> None:
+    """What a reboot does."""
+    if run_of(directory):
+        shutil.rmtree(arena_root(None) / run_of(directory), ignore_errors=True)
+
+
+@contextmanager
+def run_directory() -> Iterator[Path]:
+    """A directory for one run; its memory is given back too."""
+    with tempfile.TemporaryDirectory(prefix="everstep-test-") as folder:
+        directory = Path(folder, "run")
+        try:
+            yield directory
+        finally:
+            forget_memory(directory)
