@@ -136,6 +136,7 @@ class Keeper:
                 self._welcome(channel, message)
             case Attach() if session is not None:
                 arena = Arena(descriptors[0], descriptors[1:], message.place)
+                arena.populate()
                 with self._lock:
                     earlier, session.arena = session.arena, arena
                 if earlier is not None and not session.leased:
