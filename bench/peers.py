@@ -48,6 +48,11 @@ class Subject:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
+        self.adam = adam
+        self._like = {
+            name: tensor if name.startswith("model.") else torch.empty_like(tensor, device="meta")
+            for name, tensor in self.state().items()
+        }
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state, flat: what the peers are given."""
@@ -58,12 +63,30 @@ class Subject:
                     found[f"optimizer.{name}.{key}"] = value
         return found
 
+    def empty_state(self) -> dict[str, Tensor]:
+        """What DCP loads into: the parameters as they are, and room for optimizer state that is not there yet."""
+        return {
+            name: tensor if name.startswith("model.") else torch.empty_like(tensor, device="cpu")
+            for name, tensor in self._like.items()
+        }
+
+    @torch.no_grad()
+    def take(self, loaded: dict[str, Tensor]) -> None:
+        """Parameters are copied into, optimizer state is adopted: what load_state_dict does, at no cost."""
+        for name, parameter in self.model.named_parameters():
+            if loaded[f"model.{name}"] is not parameter:
+                parameter.copy_(loaded[f"model.{name}"])
+            keys = [key for key in self._like if key.startswith(f"optimizer.{name}.")] if self.adam else []
+            for key in keys:
+                self.optimizer.state[parameter][key.rpartition(".")[2]] = loaded[key]
+
 
 class Saver:
     """One way. `where` is a directory that is there and empty."""
 
     name = ""
-    note = ""
+    asynchronous = False  # whether the loop goes on before the bytes are written
+    warm_up = 1
 
     def __init__(self, subject: Subject, root: Path) -> None:
         self.subject, self.root = subject, root
@@ -100,7 +123,7 @@ class TorchSave(Saver):
         torch.save(self.subject.state(), where / "state.pt")
 
     def restore(self, where: Path) -> None:
-        _copy(self.subject.state(), torch.load(where / "state.pt", weights_only=True))
+        self.subject.take(torch.load(where / "state.pt", weights_only=True))
 
 
 class Safetensors(Saver):
@@ -110,7 +133,7 @@ class Safetensors(Saver):
         safetensors.torch.save_file(self.subject.state(), where / "state.safetensors")
 
     def restore(self, where: Path) -> None:
-        _copy(self.subject.state(), safetensors.torch.load_file(where / "state.safetensors"))
+        self.subject.take(safetensors.torch.load_file(where / "state.safetensors"))
 
 
 class DcpSave(Saver):
@@ -120,11 +143,14 @@ class DcpSave(Saver):
         dcp.save(self.subject.state(), checkpoint_id=where, no_dist=True)
 
     def restore(self, where: Path) -> None:
-        dcp.load(self.subject.state(), checkpoint_id=where, no_dist=True)
+        state = self.subject.empty_state()
+        dcp.load(state, checkpoint_id=where, no_dist=True)
+        self.subject.take(state)
 
 
 class DcpAsync(DcpSave):
     name = "DCP async_save"
+    asynchronous = True
     _saving: Any = None
 
     def save(self, where: Path) -> None:
@@ -166,6 +192,8 @@ class DcpStaged(DcpAsync):
 
 class Everstep(Saver):
     name = "Everstep"
+    asynchronous = True
+    warm_up = 5  # the first captures are watched for writes that pass by the gates
 
     def __init__(self, subject: Subject, root: Path) -> None:
         super().__init__(subject, root)
@@ -208,12 +236,6 @@ class Everstep(Saver):
 
 
 PEERS: list[type[Saver]] = [TorchSave, Safetensors, DcpSave, DcpAsync, DcpStaged]
-
-
-@torch.no_grad()
-def _copy(into: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
-    for name, tensor in into.items():
-        tensor.copy_(loaded[name])
 
 
 def _sync(where: Path) -> None:
