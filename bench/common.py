@@ -39,8 +39,12 @@ class Stat:
     def text(self, scale: float = 1.0, digits: int = 3) -> str:
         if not self.values:
             return "-"
-        low, mid, high = (f"{v * scale:.{digits}g}" for v in (min(self.values), self.median, max(self.values)))
+        low, mid, high = (short(v * scale, digits) for v in (min(self.values), self.median, max(self.values)))
         return mid if len(self.values) == 1 else f"{mid} ({low}-{high})"
+
+
+def short(value: float, digits: int) -> str:
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 @dataclass

@@ -251,9 +251,9 @@ def overhead_report(report: Report, found: dict[str, Any]) -> None:
     link = found["link_bytes_s"]
     table = Table(
         "Overhead of capturing every step",
-        ["model", "state MB", "ms a step", "link ms", *(f"{m} %" for m in MODES), "prototype %", "done() ms", "host ms"],
+        ["model", "state MB", "ms/step", "link ms", *(f"{m} %" for m in MODES), "prototype %", "done() ms", "host ms"],
         note=f"bf16 autocast. Median over pairs of neighbouring blocks, with the lowest and highest. The link moves "
-        f"{link / 1e9:.1f} GB/s. Modes: host; device (through spare device memory); disk (host, while the keeper writes "
+        f"{link / 1e9:.1f} GB/s. Modes: host; device (through spare device memory); disk (host, the keeper writing "
         "all the time). done() is its median call; host is all time in cut and gate a step, in which the device "
         "may still have work queued.",
     )  # fmt: skip

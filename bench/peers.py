@@ -86,7 +86,6 @@ class Saver:
 
     name = ""
     asynchronous = False  # whether the loop goes on before the bytes are written
-    warm_up = 1
 
     def __init__(self, subject: Subject, root: Path) -> None:
         self.subject, self.root = subject, root
@@ -99,6 +98,9 @@ class Saver:
         """The next optimizer step; returns how long it had to wait before the state could change."""
         self.subject.optimizer.step()
         return 0.0
+
+    def warm_up(self) -> None:
+        """Whatever is done only in the first steps."""
 
     def durable(self, where: Path) -> None:
         _sync(where)
@@ -193,7 +195,6 @@ class DcpStaged(DcpAsync):
 class Everstep(Saver):
     name = "Everstep"
     asynchronous = True
-    warm_up = 5  # the first captures are watched for writes that pass by the gates
 
     def __init__(self, subject: Subject, root: Path) -> None:
         super().__init__(subject, root)
@@ -210,6 +211,12 @@ class Everstep(Saver):
         before = self.run.status()["stall_s"]
         self.subject.optimizer.step()
         return self.run.status()["stall_s"] - before  # type: ignore[operator]
+
+    def warm_up(self) -> None:
+        for _ in range(4):  # the first captures are watched for writes that pass by the gates
+            self.save(self.root)
+            self.step()
+        self.run.wait("durable")
 
     def durable(self, where: Path) -> None:
         self.run.wait("durable")
