@@ -174,6 +174,12 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
     return layout, meta.info
 
 
+def header_bytes(data: memoryview) -> int:
+    """How long the header claims to be, with its length in front; whether that is true is for `parse` to say."""
+    (size,) = struct.unpack_from("<Q", data)
+    return int(min(8 + size, 8 + MAX_HEADER_BYTES, len(data)))
+
+
 def extras_of(layout: ImageLayout, image: memoryview, *, file: str = "") -> bytes:
     """The payload of EXTRAS: a length, then that many bytes."""
     (length,) = struct.unpack_from("<Q", image, layout.extras_offset)

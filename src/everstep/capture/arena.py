@@ -36,6 +36,7 @@ _SEAL = struct.Struct("<QQdQQ32s")  # sequence, step, cut time, length, layout d
 _CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
 _SUM = struct.Struct("<Q")
 _LIVE_AT, _SEALS_AT, _SEAL_BYTES = 256, 512, 128
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
 MAX_SLOTS = (BLOCK - _SEALS_AT) // _SEAL_BYTES
 
 
@@ -94,8 +95,7 @@ class Arena:
             raise Damaged(f"an arena of format {version} with {count} slots", file=place)
         if any(os.fstat(slot).st_size != self.slot_bytes for slot in slots):
             raise Damaged("an arena whose slots are cut off", file=place)
-        populate = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self.slots = [mmap.mmap(slot, self.slot_bytes, flags=populate) for slot in slots]
+        self.slots = [mmap.mmap(slot, self.slot_bytes) for slot in slots]
 
     # -- making and finding
 
@@ -126,7 +126,9 @@ class Arena:
                 os.pwrite(slot, layout.header, 0)
             cls.before("arena header")
             os.pwrite(opened[0], _pack(header), 0)
-            return cls(opened[0], opened[1:], str(folder) if folder else MEMFD)
+            arena = cls(opened[0], opened[1:], str(folder) if folder else MEMFD)
+            arena.populate()
+            return arena
         except OSError as error:
             for descriptor in opened:
                 os.close(descriptor)
@@ -149,6 +151,14 @@ class Arena:
                 os.close(descriptor)
             raise
 
+    def populate(self) -> None:
+        """Map every page now, for those who will touch them all; whoever only looks need not wait for that."""
+        for buffer in self.slots:
+            try:
+                buffer.madvise(_POPULATE_WRITE)
+            except OSError:
+                return  # an older kernel: pages are mapped as they are touched
+
     def close(self) -> None:
         for buffer in (self.control, *self.slots):
             try:
@@ -168,6 +178,7 @@ class Arena:
     def adopt(self) -> None:
         """A new process takes over an arena that its predecessor left."""
         fields = _HEADER.unpack_from(self.control, 0)
+        self.populate()
         self.pid = os.getpid()
         self.control[: _HEADER.size + _SUM.size] = _pack(_HEADER.pack(*fields[:-1], self.pid))
 

@@ -6,6 +6,7 @@ Each function is safe to be killed in and called again: what is half there is re
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 
 from everstep import image
 from everstep.capture.arena import Arena
@@ -25,7 +26,7 @@ from everstep.store.manifest import (
 )
 from everstep.store.retain import to_retire
 from everstep.store.tier import Tier
-from everstep.types import Commit, Part, PartRef
+from everstep.types import Commit, ImageInfo, Part, PartRef
 
 _ORPHAN_AGE_S = 300.0
 
@@ -36,7 +37,7 @@ def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> 
     if seal is None:
         return None
     data = arena.image(slot)
-    layout, info = image.parse(data, len(data), file=arena.place)
+    layout, info = _parsed(bytes(data[: image.header_bytes(data)]), len(data), arena.place)
     for leftover in (part_name(seal.step, info.rank), data_name(seal.step, info.rank)):
         tier.delete(leftover)
     chunks = tier.put(data_name(seal.step, info.rank), data)
@@ -51,6 +52,12 @@ def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> 
     )  # fmt: skip
     tier.put(part_name(seal.step, info.rank), memoryview(encode(part)))
     return part
+
+
+@lru_cache(maxsize=8)
+def _parsed(header: bytes, total_bytes: int, place: str) -> tuple[image.ImageLayout, ImageInfo]:
+    """Many tensors take long to read, and their header is the same at every step."""
+    return image.parse(header, total_bytes, file=place)
 
 
 def commit(tier: Tier, step: int, world: int, generation: str) -> bool:

@@ -83,6 +83,7 @@ class Keeper:
         self._retry_at, self._failures = 0.0, 0
         self._idle_since = time.monotonic()
         self._ending = threading.Event()
+        self._asked = threading.Event()  # somebody waits: do not sleep a whole tick
         self._threads = [
             threading.Thread(target=self._flush_loop, name="everstep-flush", daemon=True),
             threading.Thread(target=self._check_loop, name="everstep-check", daemon=True),
@@ -136,6 +137,7 @@ class Keeper:
                 self._welcome(channel, message)
             case Attach() if session is not None:
                 arena = Arena(descriptors[0], descriptors[1:], message.place)
+                arena.populate()
                 with self._lock:
                     earlier, session.arena = session.arena, arena
                 if earlier is not None and not session.leased:
@@ -144,6 +146,7 @@ class Keeper:
                 self._answers.put(message)
             case Persist():
                 self._wanted = max(self._wanted, message.step)
+                self._asked.set()
                 if self.durable_step >= message.step:
                     channel.send(Durable(step=self.durable_step))
             case StopAt():
@@ -209,7 +212,9 @@ class Keeper:
     # -- writing
 
     def _flush_loop(self) -> None:
-        while not self._ending.wait(_TICK_S):
+        while not self._ending.is_set():
+            self._asked.wait(_TICK_S)
+            self._asked.clear()
             step = self._due()
             if step is not None:
                 self._flush_reporting(step)

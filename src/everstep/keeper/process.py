@@ -49,6 +49,7 @@ def main(run: str, directory: Path) -> None:
     listener.listen(64)
     if os.fork():
         os._exit(0)  # the starter waits for this: the keeper listens
+    listener.listen(64)  # again: whoever asks the socket for its owner must hear of this process
     os.nice(_NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when its work is done; what must end it at once is SIGKILL

@@ -70,12 +70,13 @@ class DiskTier:
 
             def write_chunk(offset: int) -> int:
                 chunk = data[offset : offset + CHUNK_BYTES]
+                checksum = int(xxhash.xxh3_64_intdigest(chunk))  # before the write: the disk does not wait for the last
                 self.before(f"write {path.name} at {offset}")
                 if direct and len(chunk) % BLOCK:
                     _write_padded(descriptor, chunk, offset)
                 else:
                     _write_all(descriptor, chunk, offset)
-                return int(xxhash.xxh3_64_intdigest(chunk))
+                return checksum
 
             if len(offsets) > 1:
                 with ThreadPoolExecutor(_THREADS) as pool:

@@ -1,0 +1,294 @@
+"""The ways to keep a state, behind one face: save, let the next step pass, be durable, come back.
+
+Each peer is called as its documentation says, on the same flat dictionary of tensors (made outside of all timing,
+which favours the peers). Where a peer leaves something in the page cache it is synced here, so that "durable" means
+the same for all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+import everstep
+from everstep.keeper.client import keeper_pid
+from everstep.recover.assemble import apply, view
+from everstep.recover.survey import Sources
+
+warnings.filterwarnings("ignore", module="torch.distributed")
+warnings.filterwarnings("ignore", message=".*torch.distributed.*")
+
+_CHUNK = 4 << 20
+_THREADS = 4
+
+
+class Subject:
+    """A model that is only its parameters, with an optimizer that has stepped once."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], *, adam: bool) -> None:
+        self.model = nn.Module()
+        for name, shape in shapes.items():
+            self.model.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        parameters = list(self.model.parameters())
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(parameters, lr=1e-4, fused=True) if adam else torch.optim.SGD(parameters, lr=1e-4)
+        )
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        self.optimizer.step()
+        self.adam = adam
+        self._like = {
+            name: tensor if name.startswith("model.") else torch.empty_like(tensor, device="meta")
+            for name, tensor in self.state().items()
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of the state, flat: what the peers are given."""
+        found = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer.{name}.{key}"] = value
+        return found
+
+    def empty_state(self) -> dict[str, Tensor]:
+        """What DCP loads into: the parameters as they are, and room for optimizer state that is not there yet."""
+        return {
+            name: tensor if name.startswith("model.") else torch.empty_like(tensor, device="cpu")
+            for name, tensor in self._like.items()
+        }
+
+    @torch.no_grad()
+    def take(self, loaded: dict[str, Tensor]) -> None:
+        """Parameters are copied into, optimizer state is adopted: what load_state_dict does, at no cost."""
+        for name, parameter in self.model.named_parameters():
+            if loaded[f"model.{name}"] is not parameter:
+                parameter.copy_(loaded[f"model.{name}"])
+            keys = [key for key in self._like if key.startswith(f"optimizer.{name}.")] if self.adam else []
+            for key in keys:
+                self.optimizer.state[parameter][key.rpartition(".")[2]] = loaded[key]
+
+
+class Saver:
+    """One way. `where` is a directory that is there and empty."""
+
+    name = ""
+    asynchronous = False  # whether the loop goes on before the bytes are written
+
+    def __init__(self, subject: Subject, root: Path) -> None:
+        self.subject, self.root = subject, root
+
+    def save(self, where: Path) -> None:
+        """What the loop calls; it goes on when this returns."""
+        raise NotImplementedError
+
+    def step(self) -> float:
+        """The next optimizer step; returns how long it had to wait before the state could change."""
+        self.subject.optimizer.step()
+        return 0.0
+
+    def warm_up(self) -> None:
+        """Whatever is done only in the first steps."""
+
+    def durable(self, where: Path) -> None:
+        _sync(where)
+
+    def restore(self, where: Path) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]
+
+    def files(self, where: Path) -> list[Path]:
+        return [path for path in where.rglob("*") if path.is_file()]
+
+
+class TorchSave(Saver):
+    name = "torch.save"
+
+    def save(self, where: Path) -> None:
+        torch.save(self.subject.state(), where / "state.pt")
+
+    def restore(self, where: Path) -> None:
+        self.subject.take(torch.load(where / "state.pt", weights_only=True))
+
+
+class Safetensors(Saver):
+    name = "safetensors.save_file"
+
+    def save(self, where: Path) -> None:
+        safetensors.torch.save_file(self.subject.state(), where / "state.safetensors")
+
+    def restore(self, where: Path) -> None:
+        self.subject.take(safetensors.torch.load_file(where / "state.safetensors"))
+
+
+class DcpSave(Saver):
+    name = "DCP save"
+
+    def save(self, where: Path) -> None:
+        dcp.save(self.subject.state(), checkpoint_id=where, no_dist=True)
+
+    def restore(self, where: Path) -> None:
+        state = self.subject.empty_state()
+        dcp.load(state, checkpoint_id=where, no_dist=True)
+        self.subject.take(state)
+
+
+class DcpAsync(DcpSave):
+    name = "DCP async_save"
+    asynchronous = True
+    _saving: Any = None
+
+    def save(self, where: Path) -> None:
+        self._saving = dcp.async_save(self.subject.state(), checkpoint_id=where, no_dist=True)
+
+    def durable(self, where: Path) -> None:
+        self._saving.result()
+        _sync(where)
+
+
+class DcpStaged(DcpAsync):
+    name = "DCP async_save, asynchronous staging"
+
+    def __init__(self, subject: Subject, root: Path) -> None:
+        super().__init__(subject, root)
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=torch.cuda.is_available(), use_shared_memory=True,
+                use_async_staging=True, use_non_blocking_copy=torch.cuda.is_available(),
+            )
+        )  # fmt: skip
+
+    def save(self, where: Path) -> None:
+        answer = dcp.async_save(
+            self.subject.state(), checkpoint_id=where, no_dist=True, async_stager=self._stager
+        )  # fmt: skip
+        self._staging, self._saving = answer.staging_completion, answer.upload_completion
+
+    def step(self) -> float:
+        begin = time.perf_counter()
+        self._staging.result()
+        waited = time.perf_counter() - begin
+        self.subject.optimizer.step()
+        return waited
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class Everstep(Saver):
+    name = "Everstep"
+    asynchronous = True
+
+    def __init__(self, subject: Subject, root: Path) -> None:
+        super().__init__(subject, root)
+        # On request only, so that a capture which is timed does not meet the write of the one before.
+        self.run = everstep.guard(
+            subject.model, subject.optimizer, dir=root / "run", tiers=[everstep.Disk(every="1h")], linger="1s"
+        )
+        subject.optimizer.step()
+
+    def save(self, where: Path) -> None:
+        self.run.done()
+
+    def step(self) -> float:
+        before = self.run.status()["stall_s"]
+        self.subject.optimizer.step()
+        return self.run.status()["stall_s"] - before  # type: ignore[operator]
+
+    def warm_up(self) -> None:
+        for _ in range(4):  # the first captures are watched for writes that pass by the gates
+            self.save(self.root)
+            self.step()
+        self.run.wait("durable")
+
+    def durable(self, where: Path) -> None:
+        self.run.wait("durable")
+
+    def restore(self, where: Path) -> None:
+        images = {0: self.fetch()}
+        apply(view(images, self.run.step, 0), self.run._state.subjects)
+
+    def fetch(self) -> Any:
+        """The newest checkpoint from the disk, every byte checked."""
+        sources = Sources(self.root / "run", self.run._run)
+        holding = max((h for h in sources.survey().holdings if h.source == "disk"), key=lambda h: h.step)
+        return sources.fetch(holding)
+
+    def pids(self) -> list[int]:
+        keeper = keeper_pid(self.run._run)
+        return [os.getpid(), *([keeper] if keeper else [])]
+
+    def files(self, where: Path) -> list[Path]:
+        return list((self.root / "run").glob(f"step-{self.run.step:010d}/*"))
+
+    def close(self) -> None:
+        self.run.close()
+
+
+PEERS: list[type[Saver]] = [TorchSave, Safetensors, DcpSave, DcpAsync, DcpStaged]
+
+
+def _sync(where: Path) -> None:
+    for path in [*(p for p in where.rglob("*") if p.is_file()), where]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def drop_cache(paths: list[Path]) -> None:
+    """So that a read comes from the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def empty(where: Path) -> Path:
+    shutil.rmtree(where, ignore_errors=True)
+    where.mkdir(parents=True)
+    return where
+
+
+# -- the disk itself, asked by the plainest program
+
+
+def raw_write(path: Path, data: memoryview) -> float:
+    """Seconds for these bytes with O_DIRECT, 4 MiB at a time, four threads, and fsync."""
+    path.unlink(missing_ok=True)
+    begin = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda at: os.pwrite(descriptor, data[at : at + _CHUNK], at), range(0, len(data), _CHUNK)))
+    os.fsync(descriptor)
+    os.close(descriptor)
+    return time.perf_counter() - begin
+
+
+def raw_read(path: Path) -> float:
+    """Seconds to have a file's bytes in fresh memory, in the same manner."""
+    size = path.stat().st_size
+    begin = time.perf_counter()
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    buffer = memoryview(mmap.mmap(-1, size))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda at: os.preadv(descriptor, [buffer[at : at + _CHUNK]], at), range(0, size, _CHUNK)))
+    os.close(descriptor)
+    return time.perf_counter() - begin
