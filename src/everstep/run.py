@@ -269,12 +269,14 @@ class Run:
     def _hello(self, generation: str, local: int) -> Hello:
         disk, keep = self.settings.disk, self.settings.keep
         every = Every() if disk.every is None else Every.parse(disk.every, name="Disk(every=)")
-        local = 1 if self.settings.keeper == "inline" else local
+        linger_s = self.settings.linger_s
+        if self.settings.keeper == "inline":
+            local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
         return Hello(
             rank=self._place.rank, world=self._place.world, local=local, pid=os.getpid(), run=self._run,
             directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
-            keep_last=keep.last, keep_every=keep.every, linger_s=self.settings.linger_s, torch=str(torch.__version__),
+            keep_last=keep.last, keep_every=keep.every, linger_s=linger_s, torch=str(torch.__version__),
         )  # fmt: skip
 
     def _inherit(self, rank: int) -> list[Arena]:
