@@ -38,7 +38,7 @@ class Entry:
 
     name: str
     tensor: Tensor
-    gate: int | None  # the optimizer whose step overwrites it; None: nobody does, or nobody says when
+    gate: int | None  # the optimizer whose step overwrites it; None: if anybody, the loop, after a step
     at_cut: bool  # may change at any time after the cut, so it is copied in the cut
     common: bool  # the same on every rank
 
@@ -281,8 +281,12 @@ class Bucket:
     gates: frozenset[int]  # the optimizers that must not step before it is copied
 
 
-def buckets(shares: Sequence[Share], order: Sequence[int]) -> list[Bucket]:
-    """Pieces in the order in which their optimizers step, what lies on the host first; what nobody overwrites last."""
+def buckets(shares: Sequence[Share], order: Sequence[int], optimizers: int) -> list[Bucket]:
+    """Pieces in the order in which their optimizers step, what lies on the host first; what no optimizer has last.
+
+    The last ones may still be written by the loop, after an update (an average of the weights, a target network), so
+    every optimizer waits for them.
+    """
     place = {optimizer: i for i, optimizer in enumerate(order)}
 
     def turn(item: Share) -> int:
@@ -293,21 +297,23 @@ def buckets(shares: Sequence[Share], order: Sequence[int]) -> list[Bucket]:
     for item in sorted((s for s in shares if not s.entry.at_cut and s.bytes), key=turn):
         by_device.setdefault(item.entry.tensor.device, []).append(item)
     devices = sorted(by_device, key=lambda device: (device.type != "cpu", str(device)))
-    return [bucket for device in devices for bucket in _packed(by_device[device])]
+    return [bucket for device in devices for bucket in _packed(by_device[device], optimizers)]
 
 
-def _packed(shares: list[Share]) -> Iterator[Bucket]:
+def _packed(shares: list[Share], optimizers: int) -> Iterator[Bucket]:
     current: list[Share] = []
     size = 0
     for item in shares:
         if current and size + item.bytes > BUCKET_BYTES:
-            yield _bucket(current)
+            yield _bucket(current, optimizers)
             current, size = [], 0
         current.append(item)
         size += item.bytes
     if current:
-        yield _bucket(current)
+        yield _bucket(current, optimizers)
 
 
-def _bucket(shares: list[Share]) -> Bucket:
-    return Bucket(tuple(shares), frozenset(s.entry.gate for s in shares if s.entry.gate is not None))
+def _bucket(shares: list[Share], optimizers: int) -> Bucket:
+    gates = {s.entry.gate for s in shares}
+    everyone = frozenset(range(optimizers))
+    return Bucket(tuple(shares), everyone if None in gates else frozenset(g for g in gates if g is not None))
