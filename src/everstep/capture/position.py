@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from everstep.capture.extras import random_state, set_random_state
@@ -35,15 +35,17 @@ class _From:
     """A batch sampler (or sampler) that begins somewhere in the middle.
 
     Samplers draw their seed when their first item is asked for, which must happen with the random state of that
-    moment: `drop` asks for what is skipped, and is called once the loader's iterator stands.
+    moment: `drop` asks for what is skipped, and is called once the loader's iterator stands. `begin`, if given, sets
+    that state just before.
     """
 
-    def __init__(self, batches: Iterable[Any], skip: int) -> None:
-        self._batches, self._skip = batches, skip
+    def __init__(self, batches: Iterable[Any], skip: int, begin: Callable[[], None] | None = None) -> None:
+        self._batches, self._skip, self._begin = batches, skip, begin
         self._iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        self._iterator = iter(self._batches)
+        if self._begin is None:
+            self._iterator = iter(self._batches)
         return self._rest()
 
     def _rest(self) -> Iterator[Any]:
@@ -51,27 +53,38 @@ class _From:
         yield from self._iterator
 
     def drop(self) -> None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+            self._iterator = iter(self._batches)
         for _ in range(self._skip):
             next(self._iterator, None)
         self._skip = 0
 
 
 class _Rest:
-    """What is left of a DistributedSampler's pass after `taken` global samples, for this rank."""
+    """What is left of a DistributedSampler's pass after `taken` global samples, for this rank; then whole passes.
+
+    Persistent workers keep the sampler with which they began.
+    """
 
     def __init__(self, sampler: Any, taken: int) -> None:
         self._sampler, self._taken = sampler, taken
 
     def __iter__(self) -> Iterator[int]:
+        taken, self._taken = self._taken, 0
+        yield from self._rest(taken) if taken else self._sampler
+
+    def _rest(self, taken: int) -> list[int]:
         whole = copy.copy(self._sampler)
         whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = 1, 0, len(whole.dataset), len(whole.dataset)  # noqa: E501
         order = list(whole)
-        rest, ranks = order[self._taken :], self._sampler.num_replicas
+        rest, ranks = order[taken:], self._sampler.num_replicas
         if self._sampler.drop_last:
             rest = rest[: len(rest) // ranks * ranks]
         elif len(rest) % ranks:
             rest += list(itertools.islice(itertools.cycle(order), ranks - len(rest) % ranks))
-        return iter(rest[self._sampler.rank :: ranks])
+        return rest[self._sampler.rank :: ranks]
 
 
 class Feed:
@@ -133,7 +146,9 @@ class Feed:
                 "DataLoader with a DistributedSampler can be divided anew"
             )
         if self.kind == "sampled":
-            return self._iterate_over(_From(self._index_sampler(), self._batches))
+            began = position["began"]
+            begin = (lambda: self._set_began(began)) if began["standing"] else None
+            return self._iterate_over(_From(self._index_sampler(), self._batches, begin))
         iterator = iter(self.loader)
         for _ in range(self._batches):
             next(iterator, None)
@@ -171,6 +186,7 @@ class Feed:
 
     def _beginning(self) -> dict[str, Any]:
         return {
+            "standing": getattr(self.loader, "_iterator", None) is not None,  # persistent workers draw no new seed
             "random": random_state(),
             "generators": [generator.get_state().numpy().tobytes() for generator in self._generators()],
         }
