@@ -107,6 +107,7 @@ class Feed:
             self._batch_samples = getattr(loader.batch_sampler, "batch_size", 1)
 
     def position(self) -> dict[str, Any]:
+        keeps_place = self.kind == "stateful" and self._iterator is not None
         return {
             "kind": self.kind,
             "world": self.world,
@@ -114,7 +115,8 @@ class Feed:
             "batches": self._batches,
             "samples": self._samples if self._distributed is not None else None,
             "began": self._began,
-            "loader": self.loader.state_dict() if self.kind == "stateful" and self._iterator is not None else None,
+            "loader": self.loader.state_dict() if keeps_place else None,
+            "generators": self._generator_states() if keeps_place else None,
         }
 
     def restore(self, position: dict[str, Any]) -> None:
@@ -136,7 +138,9 @@ class Feed:
             if self.kind != "stateful":
                 raise Mismatch("the saved loader had a state_dict and this one has none; give the same kind of loader")
             self.loader.load_state_dict(position["loader"])
-            return iter(self.loader)
+            iterator = iter(self.loader)
+            self._set_generators(position["generators"])  # StatefulDataLoader leaves them behind by its worker seed
+            return iterator
         if self._distributed is not None and position["samples"] is not None:
             self.kind = "sampled"  # for the rest of this pass its own count would start in the middle
             return self._iterate_over(_Rest(self._distributed, self._samples))
@@ -188,17 +192,23 @@ class Feed:
         return {
             "standing": getattr(self.loader, "_iterator", None) is not None,  # persistent workers draw no new seed
             "random": random_state(),
-            "generators": [generator.get_state().numpy().tobytes() for generator in self._generators()],
+            "generators": self._generator_states(),
         }
 
+    def _generator_states(self) -> list[bytes]:
+        return [generator.get_state().numpy().tobytes() for generator in self._generators()]
+
     def _set_began(self, began: dict[str, Any]) -> None:
+        set_random_state(began["random"])
+        self._set_generators(began["generators"])
+
+    def _set_generators(self, states: list[bytes]) -> None:
         import torch
 
-        set_random_state(began["random"])
         generators = self._generators()
-        if len(generators) != len(began["generators"]):
+        if len(generators) != len(states):
             raise Mismatch("the loader or its sampler had a generator= when saved and has none now, or the reverse")
-        for generator, state in zip(generators, began["generators"], strict=True):
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def _index_sampler(self) -> Any:
