@@ -131,7 +131,7 @@ class _State:
         self.extra: Any = extra if extra is not None else {}
         modules = {key: value for key, value in self.extra.items() if isinstance(value, nn.Module)}
         self.subjects = Subjects(models=models, optimizers=optimizers, scaler=scaler, modules=modules)
-        self._names = self.subjects.names()
+        self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
         self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
         trees.encode(self.tree(), "state")
 
@@ -143,9 +143,9 @@ class _State:
                         {k: v for k, v in group.items() if k != "params" and not _on_device(v)}
                         for group in optimizer.param_groups
                     ],
-                    "plain": self._plain(optimizer),
+                    **self._odd_state(index),
                 }
-                for optimizer in self.subjects.optimizers
+                for index, optimizer in enumerate(self.subjects.optimizers)
             ],
             "schedulers": [one.state_dict() for one in self.schedulers],
             "scaler": self._scaler_scalars(),
@@ -156,17 +156,27 @@ class _State:
             },
         }
 
-    def _plain(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-        """State that is not a tensor; most optimizers have none, so the first parameter's state decides."""
-        found: dict[str, dict[str, Any]] = {}
-        first = next(iter(optimizer.state.values()), None)
-        if first is None or all(isinstance(value, torch.Tensor) for value in first.values()):
-            return found
-        for parameter, state in optimizer.state.items():
-            plain = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
-            if plain:
-                found[self._names[id(parameter)]] = plain
-        return found
+    def _odd_state(self, index: int) -> dict[str, Any]:
+        """An optimizer's state that is not a tensor of a parameter. Who has any is asked again only if state grew."""
+        state = self.subjects.optimizers[index].state
+        try:
+            size = sum(map(len, state.values()), len(state))
+        except TypeError:
+            size = -1  # something under a name of its own that has no length
+        known, plain, shared = self._odd.get(index, (None, {}, []))
+        if size != known or size < 0:
+            names = self.subjects.names()
+            shared = [key for key in state if not isinstance(key, torch.Tensor)]
+            mixed = (p for p in state if isinstance(p, torch.Tensor) and not all(map(torch.is_tensor, state[p].values())))
+            plain = {names[id(parameter)]: parameter for parameter in mixed}
+            self._odd[index] = (size, plain, shared)
+        return {
+            "plain": {
+                name: {key: value for key, value in state[parameter].items() if not torch.is_tensor(value)}
+                for name, parameter in plain.items()
+            },
+            "shared": {key: state[key] for key in shared},
+        }
 
     def _scaler_scalars(self) -> dict[str, float] | None:
         """A GradScaler's constants; its scale and growth counter are tensors and travel with the others."""
