@@ -167,8 +167,11 @@ class _State:
         if size != known or size < 0:
             names = self.subjects.names()
             shared = [key for key in state if not isinstance(key, torch.Tensor)]
-            mixed = (p for p in state if isinstance(p, torch.Tensor) and not all(map(torch.is_tensor, state[p].values())))
-            plain = {names[id(parameter)]: parameter for parameter in mixed}
+            plain = {
+                names[id(key)]: key
+                for key in state
+                if isinstance(key, torch.Tensor) and not all(map(torch.is_tensor, state[key].values()))
+            }
             self._odd[index] = (size, plain, shared)
         return {
             "plain": {
@@ -569,5 +572,3 @@ def _identity(directory: Path, place: Topology) -> str:
     if answer[:1] != b"+":
         raise EverstepError(f"{directory} is not a run directory: {answer[1:].decode()}")
     return answer[1:].decode()
-
-

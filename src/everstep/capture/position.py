@@ -3,7 +3,8 @@
 A position is plain data: the pass over the loader, the batches taken in it, the global samples taken in it, the random
 state with which the pass began, and the loader's own state where it keeps one. Three kinds of loader:
 
-- `stateful`: has state_dict and load_state_dict (StatefulDataLoader and others): its own word is taken.
+- `stateful`: has state_dict and load_state_dict (StatefulDataLoader and others): its own word is taken, unless it only
+  counts what it reads from a stream that has no state.
 - `sampled`: a plain DataLoader over a map-style dataset: its sampler is run again and its first batches are dropped
   before any sample is read. With a DistributedSampler the cut is made in the global order, so that another number of
   ranks continues where this one stopped.
@@ -13,6 +14,7 @@ state with which the pass began, and the loader's own state where it keeps one. 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,11 +26,21 @@ from everstep.errors import Mismatch
 def _kind(loader: Any) -> str:
     from torch.utils.data import DataLoader, IterableDataset
 
+    if isinstance(loader, DataLoader) and _forgetful(loader.dataset):
+        return "opaque"  # StatefulDataLoader would read it again too, but loses count when it is resumed twice
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return "stateful"
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return "sampled"
     return "opaque"
+
+
+def _forgetful(dataset: Any) -> bool:
+    """Whether a stream cannot say where it stands: neither it nor its iterator, a generator, has a state_dict."""
+    from torch.utils.data import IterableDataset
+
+    is_stream = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
+    return is_stream and inspect.isgeneratorfunction(type(dataset).__iter__)
 
 
 class _From:
@@ -77,7 +89,12 @@ class _Rest:
 
     def _rest(self, taken: int) -> list[int]:
         whole = copy.copy(self._sampler)
-        whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = 1, 0, len(whole.dataset), len(whole.dataset)  # noqa: E501
+        whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = (
+            1,
+            0,
+            len(whole.dataset),
+            len(whole.dataset),
+        )  # noqa: E501
         order = list(whole)
         rest, ranks = order[taken:], self._sampler.num_replicas
         if self._sampler.drop_last:
@@ -137,10 +154,7 @@ class Feed:
         if position["loader"] is not None and same_world:
             if self.kind != "stateful":
                 raise Mismatch("the saved loader had a state_dict and this one has none; give the same kind of loader")
-            self.loader.load_state_dict(position["loader"])
-            iterator = iter(self.loader)
-            self._set_generators(position["generators"])  # StatefulDataLoader leaves them behind by its worker seed
-            return iterator
+            return self._stateful(position["loader"], position["generators"])
         if self._distributed is not None and position["samples"] is not None:
             self.kind = "sampled"  # for the rest of this pass its own count would start in the middle
             return self._iterate_over(_Rest(self._distributed, self._samples))
@@ -156,6 +170,12 @@ class Feed:
         iterator = iter(self.loader)
         for _ in range(self._batches):
             next(iterator, None)
+        return iterator
+
+    def _stateful(self, state: Any, generators: list[bytes]) -> Iterator[Any]:
+        self.loader.load_state_dict(state)
+        iterator = iter(self.loader)
+        self._set_generators(generators)  # StatefulDataLoader leaves them behind by its worker seed
         return iterator
 
     def next_batch(self) -> Any:
@@ -184,7 +204,12 @@ class Feed:
     def _generators(self) -> list[Any]:
         """The generators of loader and samplers, each once."""
         batch_sampler = getattr(self.loader, "batch_sampler", None)
-        holders = (self.loader, getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))  # noqa: E501
+        holders = (
+            self.loader,
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        )  # noqa: E501
         found = [getattr(holder, "generator", None) for holder in holders]
         return list({id(g): g for g in found if g is not None}.values())
 
