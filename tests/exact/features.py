@@ -17,12 +17,15 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 FEATURES: dict[str, Callable[[Trial], None]] = {}
+ON_ONE_RANK: list[str] = []
 ON_TWO_RANKS: list[str] = []
 
 
-def feature(on_two_ranks: bool = False) -> Callable[[Any], Any]:
+def feature(on_one_rank: bool = True, on_two_ranks: bool = False) -> Callable[[Any], Any]:
     def enter(function: Callable[[Trial], None]) -> Callable[[Trial], None]:
         FEATURES[function.__name__] = function
+        if on_one_rank:
+            ON_ONE_RANK.append(function.__name__)
         if on_two_ranks:
             ON_TWO_RANKS.append(function.__name__)
         return function
@@ -281,12 +284,10 @@ def accumulated_gradients(trial: Trial) -> None:
     model = trial.parallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     run = trial.guard(model, optimizer, loader(trial, batch_size=1) if trial.world == 1 else loader(trial), epochs=4)
-    count = 0
-    for x, y in trial.batches(run):
+    for count, (x, y) in enumerate(trial.batches(run), 1):
         loss = error(trial, model, x, y) / 2
         loss.backward()
         trial.at("backward")
-        count += 1
         if count % 2 == 0:
             optimizer.step()
             trial.at("step")
@@ -299,12 +300,10 @@ def batches_left_over_after_the_last_update(trial: Trial) -> None:
     model = network(nn.BatchNorm1d(8), nn.Dropout(0.3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     run = trial.guard(model, optimizer, loader(trial, batch_size=2), epochs=4)
-    count = 0
-    for x, y in trial.batches(run):
+    for count, (x, y) in enumerate(trial.batches(run), 1):
         loss = error(trial, model, x, y)
         loss.backward()
         trial.at("backward")
-        count += 1
         if count % 5 == 0:
             optimizer.step()
             trial.at("step")
@@ -712,6 +711,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
         Numbers(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
     ),
     "stateful_over_a_stream": lambda: StatefulDataLoader(Stream(), batch_size=4),
+    "stateful_over_a_stream_of_two_workers": lambda: StatefulDataLoader(Stream(), batch_size=4, num_workers=2),
     "a_loader_of_its_own": OwnLoader,
     "a_list": lambda: [(*Numbers()[slice(i, i + 4)][:2], torch.arange(i, i + 4)) for i in range(0, 24, 4)],
 }  # fmt: skip
@@ -750,6 +750,33 @@ def data_stateful_on_every_rank(trial: Trial) -> None:
     train(trial, model, torch.optim.SGD(model.parameters(), lr=0.1), data, epochs=3)
 
 
+class Walker(IterableDataset[tuple[Tensor, Tensor, int]]):
+    """A stream that says where it stands."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        numbers = Numbers()
+        while self.at < 24:
+            self.at += 1
+            yield numbers[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@feature()
+def data_stateful_over_a_stream_that_keeps_its_place(trial: Trial) -> None:
+    model = network()
+    data = StatefulDataLoader(Walker(), batch_size=4)
+    train(trial, model, torch.optim.SGD(model.parameters(), lr=0.1), data, epochs=3)
+
+
 # -- where a run ends
 
 
@@ -779,3 +806,80 @@ def a_loop_without_a_loader(trial: Trial) -> None:
         trial.lost(loss)
         run.done()
     run.close()
+
+
+# -- ranks that come and go
+
+
+@feature(on_one_rank=False)
+def any_number_of_ranks(trial: Trial) -> None:
+    """Always a DistributedSampler, over a number of samples that few numbers of ranks divide."""
+    numbers = Numbers(50)
+    model = trial.parallel(network())
+    sampler = DistributedSampler(numbers, num_replicas=trial.world, rank=trial.rank, seed=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = DataLoader(numbers, batch_size=2, sampler=sampler)
+    train(trial, model, optimizer, data, epochs=2, after=lambda _: trial.note_state())
+
+
+@feature(on_one_rank=False)
+def any_number_of_ranks_with_a_stateful_loader(trial: Trial) -> None:
+    numbers = Numbers(50)
+    model = trial.parallel(network())
+    sampler = DistributedSampler(numbers, num_replicas=trial.world, rank=trial.rank, seed=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = StatefulDataLoader(numbers, batch_size=2, sampler=sampler)
+    train(trial, model, optimizer, data, epochs=2, after=lambda _: trial.note_state())
+
+
+# -- what is not kept yet
+
+
+@feature(on_one_rank=False)
+def gradients_accumulated_for_one_optimizer_across_steps_of_another(trial: Trial) -> None:
+    quick, slow = nn.Linear(6, 3), nn.Linear(6, 3)
+    fast, lazy = torch.optim.SGD(quick.parameters(), lr=0.1), torch.optim.SGD(slow.parameters(), lr=0.1)
+    run = trial.guard([quick, slow], [fast, lazy], loader(trial), epochs=2)
+    for x, y in trial.batches(run):
+        loss = nn.functional.mse_loss(quick(x) + slow(x), y)
+        trial.at("forward")
+        loss.backward()
+        trial.at("backward")
+        fast.step()
+        fast.zero_grad()
+        if run.step % 4 == 3:
+            lazy.step()
+            lazy.zero_grad()
+        trial.at("step")
+        trial.lost(loss)
+
+
+@feature(on_one_rank=False)
+def data_augmented_at_random_in_workers(trial: Trial) -> None:
+    model = network()
+    data = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2)
+    train(trial, model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+
+
+@feature(on_one_rank=False)
+def a_parameter_group_added_in_mid_run(trial: Trial) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model[0].parameters(), lr=0.01)
+    run = trial.guard(model, optimizer, loader(trial), epochs=2)
+    for x, y in trial.batches(run):
+        if run.step == 4 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+        loss = error(trial, model, x, y)
+        loss.backward()
+        trial.at("backward")
+        optimizer.step()
+        trial.at("step")
+        optimizer.zero_grad()
+        trial.lost(loss)
+
+
+@feature(on_one_rank=False)
+def a_persistent_buffer_that_is_none_at_first(trial: Trial) -> None:
+    model = Remembering()
+    model._non_persistent_buffers_set.clear()
+    train(trial, model, torch.optim.Adam(model.parameters(), lr=0.01))

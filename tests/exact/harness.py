@@ -179,6 +179,16 @@ def describe(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, f"{type(value).__name__} {value!r}"
 
 
+def differing(unbroken: list[Lines], killed: list[Lines]) -> list[str]:
+    """Where two runs are not the same, in words."""
+    return [
+        f"rank {rank}{name}: {a.get(name)} unbroken, {b.get(name)} killed"
+        for rank, (a, b) in enumerate(zip(unbroken, killed, strict=True))
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
+    ]
+
+
 def live(life: Life) -> None:
     """The body of a process: train, and write down what is left at the end."""
     from features import FEATURES
