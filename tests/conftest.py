@@ -9,8 +9,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch._dynamo  # optimizers load it when first made: once here, not in every forked child
 
-import everstep.archive
-import everstep.run
-
 torch.set_num_threads(1)
 torch.set_flush_denormal(True)

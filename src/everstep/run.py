@@ -132,7 +132,7 @@ class _State:
         self.extra: Any = extra if extra is not None else {}
         modules = {key: value for key, value in self.extra.items() if isinstance(value, nn.Module)}
         self.subjects = Subjects(models=models, optimizers=optimizers, scaler=scaler, modules=modules)
-        self._names = self.subjects.names()
+        self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
         self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
         trees.encode(self.tree(), "state")
 
@@ -144,9 +144,9 @@ class _State:
                         {k: v for k, v in group.items() if k != "params" and not _on_device(v)}
                         for group in optimizer.param_groups
                     ],
-                    "plain": self._plain(optimizer),
+                    **self._odd_state(index),
                 }
-                for optimizer in self.subjects.optimizers
+                for index, optimizer in enumerate(self.subjects.optimizers)
             ],
             "schedulers": [one.state_dict() for one in self.schedulers],
             "scaler": self._scaler_scalars(),
@@ -157,17 +157,30 @@ class _State:
             },
         }
 
-    def _plain(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-        """State that is not a tensor; most optimizers have none, so the first parameter's state decides."""
-        found: dict[str, dict[str, Any]] = {}
-        first = next(iter(optimizer.state.values()), None)
-        if first is None or all(isinstance(value, torch.Tensor) for value in first.values()):
-            return found
-        for parameter, state in optimizer.state.items():
-            plain = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
-            if plain:
-                found[self._names[id(parameter)]] = plain
-        return found
+    def _odd_state(self, index: int) -> dict[str, Any]:
+        """An optimizer's state that is not a tensor of a parameter. Who has any is asked again only if state grew."""
+        state = self.subjects.optimizers[index].state
+        try:
+            size = sum(map(len, state.values()), len(state))
+        except TypeError:
+            size = -1  # something under a name of its own that has no length
+        known, plain, shared = self._odd.get(index, (None, {}, []))
+        if size != known or size < 0:
+            names = self.subjects.names()
+            shared = [key for key in state if not isinstance(key, torch.Tensor)]
+            plain = {
+                names[id(key)]: key
+                for key in state
+                if isinstance(key, torch.Tensor) and not all(map(torch.is_tensor, state[key].values()))
+            }
+            self._odd[index] = (size, plain, shared)
+        return {
+            "plain": {
+                name: {key: value for key, value in state[parameter].items() if not torch.is_tensor(value)}
+                for name, parameter in plain.items()
+            },
+            "shared": {key: state[key] for key in shared},
+        }
 
     def _scaler_scalars(self) -> dict[str, float] | None:
         """A GradScaler's constants; its scale and growth counter are tensors and travel with the others."""
@@ -273,12 +286,14 @@ class Run:
     def _hello(self, generation: str, local: int) -> Hello:
         disk, keep = self.settings.disk, self.settings.keep
         every = Every() if disk.every is None else Every.parse(disk.every, name="Disk(every=)")
-        local = 1 if self.settings.keeper == "inline" else local
+        linger_s = self.settings.linger_s
+        if self.settings.keeper == "inline":
+            local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
         return Hello(
             rank=self._place.rank, world=self._place.world, local=local, pid=os.getpid(), run=self._run,
             directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
-            keep_last=keep.last, keep_every=keep.every, linger_s=self.settings.linger_s, torch=str(torch.__version__),
+            keep_last=keep.last, keep_every=keep.every, linger_s=linger_s, torch=str(torch.__version__),
         )  # fmt: skip
 
     def _inherit(self, rank: int) -> list[Arena]:

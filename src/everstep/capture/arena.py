@@ -241,7 +241,9 @@ class Arena:
         return found
 
     def slot_of(self, step: int) -> int | None:
-        return next((slot for slot, seal in self.seals().items() if seal.step == step), None)
+        """Where a step lies; the later one if it was sealed twice, as the last step is when a run ends."""
+        found = {slot: seal.sequence for slot, seal in self.seals().items() if seal.step == step}
+        return max(found, key=found.__getitem__, default=None)
 
     def image(self, slot: int) -> memoryview:
         return memoryview(self.slots[slot])

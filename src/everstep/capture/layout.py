@@ -38,7 +38,7 @@ class Entry:
 
     name: str
     tensor: Tensor
-    gate: int | None  # the optimizer whose step overwrites it; None: nobody does, or nobody says when
+    gate: int | None  # the optimizer whose step overwrites it; None: if anybody, the loop, after a step
     at_cut: bool  # may change at any time after the cut, so it is copied in the cut
     common: bool  # the same on every rank
 
@@ -169,8 +169,11 @@ class Subjects:
                         name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
                         how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
                         add(name, parameter, module._parameters, key, **how)
+                at_cut.grows(module._buffers)
                 for key, buffer in module._buffers.items():
-                    if buffer is not None:
+                    if buffer is None:
+                        at_cut.plain(module._buffers, key)
+                    else:
                         kind = "" if key not in module._non_persistent_buffers_set else "volatile."
                         name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
                         add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
@@ -188,8 +191,11 @@ class Subjects:
                         add(name, parameter, holder, "params", gate=i, at_cut=False, common=False)
                     state = optimizer.state.get(parameter, {})
                     watch.grows(state)
+                    watch.same(optimizer.state, parameter)
                     for key, value in state.items():
-                        if isinstance(value, Tensor):
+                        if not isinstance(value, Tensor):
+                            watch.plain(state, key)
+                        else:
                             full = f"{prefix}.state.{name}.{key}"
                             if value.device != parameter.device:
                                 on_host.append(full)
@@ -212,6 +218,11 @@ class _Watch:
         self._addresses: list[int] = []
         self._growing: list[Any] = []
         self._sizes: list[int] = []
+        self._plain_holders: list[dict[Any, Any]] = []
+        self._plain_keys: list[Any] = []
+        self._outer_holders: list[dict[Any, Any]] = []
+        self._outer_keys: list[Any] = []
+        self._inner: list[Any] = []
 
     def add(self, holder: dict[Any, Any], key: Any, tensor: Tensor) -> None:
         self._holders.append(holder)
@@ -223,9 +234,22 @@ class _Watch:
         self._growing.append(container)
         self._sizes.append(len(container))
 
+    def same(self, holder: dict[Any, Any], key: Any) -> None:
+        """A dict of tensors that may be replaced as a whole."""
+        self._outer_holders.append(holder)
+        self._outer_keys.append(key)
+        self._inner.append(holder.get(key))
+
+    def plain(self, holder: dict[Any, Any], key: Any) -> None:
+        """Something that is no tensor yet."""
+        self._plain_holders.append(holder)
+        self._plain_keys.append(key)
+
     def unchanged(self) -> bool:
         return (
             list(map(len, self._growing)) == self._sizes
+            and all(map(operator.is_, map(dict.get, self._outer_holders, self._outer_keys), self._inner))
+            and Tensor not in set(map(type, map(dict.get, self._plain_holders, self._plain_keys)))
             and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._tensors))
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
         )
@@ -281,8 +305,12 @@ class Bucket:
     gates: frozenset[int]  # the optimizers that must not step before it is copied
 
 
-def buckets(shares: Sequence[Share], order: Sequence[int]) -> list[Bucket]:
-    """Pieces in the order in which their optimizers step, what lies on the host first; what nobody overwrites last."""
+def buckets(shares: Sequence[Share], order: Sequence[int], optimizers: int) -> list[Bucket]:
+    """Pieces in the order in which their optimizers step, what lies on the host first; what no optimizer has last.
+
+    The last ones may still be written by the loop, after an update (an average of the weights, a target network), so
+    every optimizer waits for them.
+    """
     place = {optimizer: i for i, optimizer in enumerate(order)}
 
     def turn(item: Share) -> int:
@@ -293,21 +321,23 @@ def buckets(shares: Sequence[Share], order: Sequence[int]) -> list[Bucket]:
     for item in sorted((s for s in shares if not s.entry.at_cut and s.bytes), key=turn):
         by_device.setdefault(item.entry.tensor.device, []).append(item)
     devices = sorted(by_device, key=lambda device: (device.type != "cpu", str(device)))
-    return [bucket for device in devices for bucket in _packed(by_device[device])]
+    return [bucket for device in devices for bucket in _packed(by_device[device], optimizers)]
 
 
-def _packed(shares: list[Share]) -> Iterator[Bucket]:
+def _packed(shares: list[Share], optimizers: int) -> Iterator[Bucket]:
     current: list[Share] = []
     size = 0
     for item in shares:
         if current and size + item.bytes > BUCKET_BYTES:
-            yield _bucket(current)
+            yield _bucket(current, optimizers)
             current, size = [], 0
         current.append(item)
         size += item.bytes
     if current:
-        yield _bucket(current)
+        yield _bucket(current, optimizers)
 
 
-def _bucket(shares: list[Share]) -> Bucket:
-    return Bucket(tuple(shares), frozenset(s.entry.gate for s in shares if s.entry.gate is not None))
+def _bucket(shares: list[Share], optimizers: int) -> Bucket:
+    gates = {s.entry.gate for s in shares}
+    everyone = frozenset(range(optimizers))
+    return Bucket(tuple(shares), everyone if None in gates else frozenset(g for g in gates if g is not None))

@@ -3,7 +3,8 @@
 A position is plain data: the pass over the loader, the batches taken in it, the global samples taken in it, the random
 state with which the pass began, and the loader's own state where it keeps one. Three kinds of loader:
 
-- `stateful`: has state_dict and load_state_dict (StatefulDataLoader and others): its own word is taken.
+- `stateful`: has state_dict and load_state_dict (StatefulDataLoader and others): its own word is taken, unless it only
+  counts what it reads from a stream that has no state.
 - `sampled`: a plain DataLoader over a map-style dataset: its sampler is run again and its first batches are dropped
   before any sample is read. With a DistributedSampler the cut is made in the global order, so that another number of
   ranks continues where this one stopped.
@@ -13,8 +14,9 @@ state with which the pass began, and the loader's own state where it keeps one. 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from everstep.capture.extras import random_state, set_random_state
@@ -24,6 +26,8 @@ from everstep.errors import Mismatch
 def _kind(loader: Any) -> str:
     from torch.utils.data import DataLoader, IterableDataset
 
+    if isinstance(loader, DataLoader) and _forgetful(loader.dataset):
+        return "opaque"  # StatefulDataLoader would read it again too, but loses count when it is resumed twice
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return "stateful"
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
@@ -31,19 +35,29 @@ def _kind(loader: Any) -> str:
     return "opaque"
 
 
+def _forgetful(dataset: Any) -> bool:
+    """Whether a stream cannot say where it stands: neither it nor its iterator, a generator, has a state_dict."""
+    from torch.utils.data import IterableDataset
+
+    is_stream = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
+    return is_stream and inspect.isgeneratorfunction(type(dataset).__iter__)
+
+
 class _From:
     """A batch sampler (or sampler) that begins somewhere in the middle.
 
     Samplers draw their seed when their first item is asked for, which must happen with the random state of that
-    moment: `drop` asks for what is skipped, and is called once the loader's iterator stands.
+    moment: `drop` asks for what is skipped, and is called once the loader's iterator stands. `begin`, if given, sets
+    that state just before.
     """
 
-    def __init__(self, batches: Iterable[Any], skip: int) -> None:
-        self._batches, self._skip = batches, skip
+    def __init__(self, batches: Iterable[Any], skip: int, begin: Callable[[], None] | None = None) -> None:
+        self._batches, self._skip, self._begin = batches, skip, begin
         self._iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        self._iterator = iter(self._batches)
+        if self._begin is None:
+            self._iterator = iter(self._batches)
         return self._rest()
 
     def _rest(self) -> Iterator[Any]:
@@ -51,18 +65,29 @@ class _From:
         yield from self._iterator
 
     def drop(self) -> None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+            self._iterator = iter(self._batches)
         for _ in range(self._skip):
             next(self._iterator, None)
         self._skip = 0
 
 
 class _Rest:
-    """What is left of a DistributedSampler's pass after `taken` global samples, for this rank."""
+    """What is left of a DistributedSampler's pass after `taken` global samples, for this rank; then whole passes.
+
+    Persistent workers keep the sampler with which they began.
+    """
 
     def __init__(self, sampler: Any, taken: int) -> None:
         self._sampler, self._taken = sampler, taken
 
     def __iter__(self) -> Iterator[int]:
+        taken, self._taken = self._taken, 0
+        yield from self._rest(taken) if taken else self._sampler
+
+    def _rest(self, taken: int) -> list[int]:
         whole = copy.copy(self._sampler)
         whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = (
             1,
@@ -71,12 +96,12 @@ class _Rest:
             len(whole.dataset),
         )
         order = list(whole)
-        rest, ranks = order[self._taken :], self._sampler.num_replicas
+        rest, ranks = order[taken:], self._sampler.num_replicas
         if self._sampler.drop_last:
             rest = rest[: len(rest) // ranks * ranks]
         elif len(rest) % ranks:
             rest += list(itertools.islice(itertools.cycle(order), ranks - len(rest) % ranks))
-        return iter(rest[self._sampler.rank :: ranks])
+        return rest[self._sampler.rank :: ranks]
 
 
 class Feed:
@@ -99,6 +124,7 @@ class Feed:
             self._batch_samples = getattr(loader.batch_sampler, "batch_size", 1)
 
     def position(self) -> dict[str, Any]:
+        keeps_place = self.kind == "stateful" and self._iterator is not None
         return {
             "kind": self.kind,
             "world": self.world,
@@ -106,7 +132,8 @@ class Feed:
             "batches": self._batches,
             "samples": self._samples if self._distributed is not None else None,
             "began": self._began,
-            "loader": self.loader.state_dict() if self.kind == "stateful" and self._iterator is not None else None,
+            "loader": self.loader.state_dict() if keeps_place else None,
+            "generators": self._generator_states() if keeps_place else None,
         }
 
     def restore(self, position: dict[str, Any]) -> None:
@@ -127,8 +154,7 @@ class Feed:
         if position["loader"] is not None and same_world:
             if self.kind != "stateful":
                 raise Mismatch("the saved loader had a state_dict and this one has none; give the same kind of loader")
-            self.loader.load_state_dict(position["loader"])
-            return cast(Iterator[Any], iter(self.loader))
+            return self._stateful(position["loader"], position["generators"])
         if self._distributed is not None and position["samples"] is not None:
             self.kind = "sampled"  # for the rest of this pass its own count would start in the middle
             return self._iterate_over(_Rest(self._distributed, self._samples))
@@ -138,10 +164,18 @@ class Feed:
                 "DataLoader with a DistributedSampler can be divided anew"
             )
         if self.kind == "sampled":
-            return self._iterate_over(_From(self._index_sampler(), self._batches))
+            began = position["began"]
+            begin = (lambda: self._set_began(began)) if began["standing"] else None
+            return self._iterate_over(_From(self._index_sampler(), self._batches, begin))
         iterator = iter(self.loader)
         for _ in range(self._batches):
             next(iterator, None)
+        return cast(Iterator[Any], iterator)
+
+    def _stateful(self, state: Any, generators: list[bytes]) -> Iterator[Any]:
+        self.loader.load_state_dict(state)
+        iterator = iter(self.loader)
+        self._set_generators(generators)  # StatefulDataLoader leaves them behind by its worker seed
         return cast(Iterator[Any], iterator)
 
     def next_batch(self) -> Any:
@@ -181,18 +215,25 @@ class Feed:
 
     def _beginning(self) -> dict[str, Any]:
         return {
+            "standing": getattr(self.loader, "_iterator", None) is not None,  # persistent workers draw no new seed
             "random": random_state(),
-            "generators": [generator.get_state().numpy().tobytes() for generator in self._generators()],
+            "generators": self._generator_states(),
         }
 
+    def _generator_states(self) -> list[bytes]:
+        return [generator.get_state().numpy().tobytes() for generator in self._generators()]
+
     def _set_began(self, began: dict[str, Any]) -> None:
+        set_random_state(began["random"])
+        self._set_generators(began["generators"])
+
+    def _set_generators(self, states: list[bytes]) -> None:
         import torch
 
-        set_random_state(began["random"])
         generators = self._generators()
-        if len(generators) != len(began["generators"]):
+        if len(generators) != len(states):
             raise Mismatch("the loader or its sampler had a generator= when saved and has none now, or the reverse")
-        for generator, state in zip(generators, began["generators"], strict=True):
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def _index_sampler(self) -> Any:

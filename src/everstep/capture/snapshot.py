@@ -277,7 +277,7 @@ class Capture:
         places = {piece.name: piece for piece in layout.pieces}
         in_cut = [s for s in shares if s.entry.at_cut]
         shadowed = [s.source() for s in in_cut]
-        groups = buckets(shares, self._order)
+        groups = buckets(shares, self._order, len(self._subjects.optimizers))
         data_at = len(layout.header)
         views = [_views(arena, slot, layout, in_cut, groups, places, data_at) for slot in range(len(arena.slots))]
         devices = sorted({s.entry.tensor.device for s in shares if s.entry.tensor.is_cuda}, key=str)

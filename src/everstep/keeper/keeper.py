@@ -237,7 +237,10 @@ class Keeper:
         return sessions if complete and len(sessions) >= sessions[0].hello.local else []
 
     def _newest_common(self, sessions: list[Session]) -> int | None:
-        """The newest step that every local rank has sealed, in one generation."""
+        """The newest step that every local rank has sealed, in one generation.
+
+        Among several keepers only the steps that all of them would choose: every so many, and what is waited for.
+        """
         stride = 1
         sealed = []
         for session in sessions:
@@ -246,7 +249,7 @@ class Keeper:
             assert session.arena is not None
             sealed.append({(s.step, s.generation) for s in session.arena.seals().values()})
         common = set.intersection(*sealed) if sealed else set()
-        return max((step for step, _ in common if step % stride == 0), default=None)
+        return max((step for step, _ in common if step % stride == 0 or step == self._wanted), default=None)
 
     def _due(self) -> int | None:
         sessions = self._ready()

@@ -144,13 +144,16 @@ def _restore_optimizer(
     saved = checkpoint.extras["optimizers"][index]
     on_host = set(checkpoint.info.on_host)
     state_of = checkpoint.state_names(prefix)
+    somewhere = optimizer.param_groups[0]["params"][0].device
+    for key, value in saved["shared"].items():
+        optimizer.state[key] = _on(somewhere, value)
     for g, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
             state: dict[str, Any] = {}
             for key, full in state_of.get(name, {}).items():
                 state[key] = _like(checkpoint, full, parameter, full in on_host)
-            state.update(saved["plain"].get(name, {}))
+            state.update(_on(parameter.device, saved["plain"].get(name, {})))
             if state:
                 optimizer.state[parameter] = state
         if g < len(saved["groups"]):
@@ -159,6 +162,15 @@ def _restore_optimizer(
             full = f"{prefix}.group.{g}.{key}"
             if isinstance(value, Tensor) and full in checkpoint.pieces:
                 value.copy_(checkpoint.tensor(full))
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A tree with its tensors on a device, as Optimizer.load_state_dict would have it."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _on(device, item) for key, item in value.items()}
+    return type(value)(_on(device, item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -1,0 +1,83 @@
+"""Every feature, killed in every place of the loop, ends with the bits of a run that was never killed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from features import ON_ONE_RANK, ON_TWO_RANKS
+from harness import EVERYWHERE, ON_TWO, Kill, Stage, differing
+
+Make = Callable[..., Stage]
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_killed_in_every_place_it_ends_with_the_same_bits(name: str, stage: Make) -> None:
+    unbroken = stage(name).play()
+    again = stage(name)
+    assert differing(unbroken, again.play(EVERYWHERE)) == []
+    assert differing(unbroken, again.play()) == [], "a finished run came back changed"
+    assert again.read("ended")["given"] == 0, "a finished run gave another batch"
+    assert list(again.memory().glob("rank-*")) == [], "a finished run left its memory behind"
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_ranks_killed_one_at_a_time_end_with_the_same_bits(name: str, stage: Make) -> None:
+    unbroken = stage(name).play(world=2)
+    assert differing(unbroken, stage(name).play(ON_TWO, world=2)) == []
+
+
+@pytest.mark.parametrize("name", ["adam", "batch_norm_and_dropout", "data_stateful_with_two_workers"])
+def test_with_a_keeper_of_its_own_it_ends_with_the_same_bits(name: str, stage: Make) -> None:
+    unbroken = stage(name).play()
+    again = stage(name, keeper="process")
+    assert differing(unbroken, again.play(EVERYWHERE)) == []
+    assert differing(unbroken, again.play()) == []
+    assert again.read("ended")["given"] == 0
+
+
+def test_two_ranks_with_a_keeper_of_their_own_end_with_the_same_bits(stage: Make) -> None:
+    unbroken = stage("adamw_with_amsgrad").play(world=2)
+    assert differing(unbroken, stage("adamw_with_amsgrad", keeper="process").play(ON_TWO, world=2)) == []
+
+
+@pytest.mark.parametrize(("keeper", "world"), [("inline", 1), ("process", 1), ("inline", 2)])
+def test_killed_at_any_time_it_ends_with_the_same_bits(keeper: str, world: int, stage: Make) -> None:
+    name = "batch_norm_and_dropout"
+    unbroken = stage(name).play(world=world)
+    again, moments = stage(name, keeper=keeper), []
+    while len(moments) < 20:
+        moments.append(random.uniform(0.0, 0.4 if world == 1 else 1.5))
+        if again.live_once(world=world, after_s=moments[-1]) == [0] * world:
+            break
+    killed = again.play(world=world, other_seeds=False, may_lose=1000)
+    assert differing(unbroken, killed) == [], f"killed after {moments} seconds"
+
+
+def test_killed_before_the_first_step_it_begins_anew(stage: Make) -> None:
+    unbroken = stage("adam").play()
+    again = stage("adam")
+    assert differing(unbroken, again.play([Kill(0, "given"), Kill(0, "backward")], other_seeds=False)) == []
+
+
+@pytest.mark.parametrize("name", ["data_stateful", "data_stateful_with_two_workers", "data_shuffled_by_two_workers"])
+@pytest.mark.parametrize("place", ["asked", "given"])
+def test_killed_around_the_end_of_every_epoch_it_ends_with_the_same_bits(name: str, place: str, stage: Make) -> None:
+    unbroken = stage(name).play()
+    assert differing(unbroken, stage(name).play([Kill(6, place), Kill(12, place)])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gradients_accumulated_for_one_optimizer_across_steps_of_another", "gradients are not part of a cut"),
+        ("data_augmented_at_random_in_workers", "the random state of worker processes is not known to the trainer"),
+        ("a_parameter_group_added_in_mid_run", "the resumed program has not added the group yet when it is loaded"),
+        ("a_persistent_buffer_that_is_none_at_first", "a strict load calls it missing in the program"),
+    ],
+)
+def test_not_kept_yet(name: str, why: str, stage: Make, request: pytest.FixtureRequest) -> None:
+    request.applymarker(pytest.mark.xfail(strict=True, reason=why, raises=AssertionError))
+    unbroken = stage(name).play()
+    assert differing(unbroken, stage(name).play([Kill(10, "backward")])) == []
