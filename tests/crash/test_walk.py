@@ -84,6 +84,9 @@ def start_doomed(operation: int, marker: Path, run: str, directory: Path) -> Non
         if not marker.exists():
             marker.touch()
             DiskTier.before = staticmethod(Countdown(operation))  # type: ignore[assignment]
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(nowhere, standard)  # it may outlive the test, and must not hold its pipes
         process.main(run, directory)
         os._exit(0)
     os.waitpid(child, 0)
