@@ -269,7 +269,8 @@ class Run:
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
         self._capture = Capture(
             state.subjects, topology=self._place, settings=chosen, run=self._run, generation=generation,
-            emit=self._emit, attach=self._keeper.attach, inherit=self._inherit, resumed_from=self.resumed_from,
+            emit=self._emit, attach=self._keeper.attach, left=self._left_by_earlier_life(),
+            resumed_from=self.resumed_from,
             leased=set(self._keeper.leased),
         )  # fmt: skip
         self._keeper.listen_with(
@@ -296,13 +297,13 @@ class Run:
             keep_last=keep.last, keep_every=keep.every, linger_s=linger_s, torch=str(torch.__version__),
         )  # fmt: skip
 
-    def _inherit(self, rank: int) -> list[Arena]:
-        """What an earlier life of this rank left on this node."""
-        left = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path).arenas
-        for arena in left:
-            if arena.rank != rank:
+    def _left_by_earlier_life(self) -> list[Arena]:
+        """The arenas that this rank had on this node before."""
+        arenas = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path).arenas
+        for arena in arenas:
+            if arena.rank != self._place.rank:
                 arena.close()
-        return [arena for arena in left if arena.rank == rank]
+        return [arena for arena in arenas if arena.rank == self._place.rank]
 
     def _restore(self) -> str:
         sources = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)

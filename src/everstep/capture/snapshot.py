@@ -102,14 +102,15 @@ class Capture:
         generation: str,
         emit: Sink,
         attach: Callable[[Arena], None],
-        inherit: Callable[[int], list[Arena]],
+        left: list[Arena],
         resumed_from: int | None,
         leased: set[int],
     ) -> None:
         self._subjects, self._topology, self._settings = subjects, topology, settings
         self._run, self._generation, self._emit = run, generation, emit
-        self._attach, self._inherit, self._resumed_from = attach, inherit, resumed_from
-        self._superseded: list[Arena] = []
+        self._attach = attach
+        self._left = left  # arenas of an earlier life of this rank, until the first base of this one is sealed
+        self._arena: Arena | None = None
         self._shape: _Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self.stepped = False
@@ -133,6 +134,10 @@ class Capture:
                 optimizer.register_step_post_hook(lambda *_, i=i: self._after_step(i)),
             )
         ]
+        for arena in left:
+            arena.unseal_after(resumed_from)
+            if resumed_from is not None and arena.slot_of(resumed_from) is not None:
+                self._use(arena)  # so that the keeper can save what was restored from memory
         self._thread = threading.Thread(target=self._work, name="everstep-copier", daemon=True)
         self._thread.start()
 
@@ -199,7 +204,7 @@ class Capture:
     def lease(self, step: int) -> int | None:
         """Keep the slot of a sealed step as it is until `release`; None if it is no longer there."""
         with self._lock:
-            slot = self._shape.arena.slot_of(step) if self._shape is not None else None
+            slot = self._arena.slot_of(step) if self._arena is not None else None
             if slot is not None:
                 self._leased.add(slot)
             return slot
@@ -211,7 +216,7 @@ class Capture:
             self._lock.notify_all()
 
     def arena(self) -> Arena | None:
-        return self._shape.arena if self._shape is not None else None
+        return self._arena
 
     def close(self) -> None:
         with self._lock:
@@ -307,30 +312,24 @@ class Capture:
         return shape
 
     def _make_arena(self, layout: ImageLayout) -> Arena:
-        """Take over the arena that an earlier life left, if it fits; else make one beside what is there.
-
-        What is there goes only after the first seal in the new one.
-        """
+        """Take over an arena that is there and fits; else make one beside it, which lets it go at its first seal."""
         if self._shape is not None:
             _unpin(self._shape)
-            self._superseded.append(self._shape.arena)
-        else:
-            fitting = None
-            for left in self._inherit(self._topology.rank):
-                left.unseal_after(self._resumed_from)
-                if left.layout_digest == layout.digest and left.slot_bytes == layout.total_bytes:
-                    fitting = left
-                else:
-                    self._superseded.append(left)
-            if fitting is not None:
-                fitting.adopt()
-                self._attach(fitting)
-                return fitting
+            self._left.append(self._shape.arena)
+        fitting = [a for a in self._left if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]
+        if fitting:
+            self._left.remove(fitting[0])
+            fitting[0].adopt()
+            return self._use(fitting[0])
         slots = self._settings.memory.slots or (3 if self._topology.world == 1 else 4)
         root = choose_place(self._settings.memory.path, slots * layout.total_bytes, slots)
         arena = Arena.create(
             root, run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout, slots=slots
         )  # fmt: skip
+        return self._use(arena)
+
+    def _use(self, arena: Arena) -> Arena:
+        self._arena = arena
         self._attach(arena)
         return arena
 
@@ -396,8 +395,8 @@ class Capture:
         if self._settings.mode == "direct":
             shape.arena.flush(slot)
         self.sealed_step = job.step
-        while self._superseded:
-            self._superseded.pop().remove()
+        while self._left:
+            self._left.pop().remove()
 
     def _copy(self, shape: _Shape, views: _Views) -> None:
         with _side(shape.lanes):
