@@ -297,12 +297,13 @@ class Run:
         )  # fmt: skip
 
     def _inherit(self, rank: int) -> list[Arena]:
-        """What an earlier life of this rank left on this node."""
+        """What an earlier life of this rank left on this node, and what ranks left that are no more."""
         left = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path).arenas
+        mine = [arena for arena in left if arena.rank == rank or arena.rank >= self._place.world]
         for arena in left:
-            if arena.rank != rank:
+            if arena not in mine:
                 arena.close()
-        return [arena for arena in left if arena.rank == rank]
+        return mine
 
     def _restore(self) -> str:
         sources = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
@@ -455,6 +456,7 @@ class Run:
                 self._take()
                 self._capture.wait_sealed()
                 self._keeper.wait_durable(self.step, None)
+                self._capture.let_go()
         finally:
             self._release(final=self._finished)
         if self._finished:

@@ -39,6 +39,7 @@ from everstep.types import ImageInfo, Piece
 
 _EXTRAS_MARGIN = 64 << 10
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
+_SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
 _version = attrgetter("_version")
 
 
@@ -110,6 +111,7 @@ class Capture:
         self._run, self._generation, self._emit = run, generation, emit
         self._attach, self._inherit, self._resumed_from = attach, inherit, resumed_from
         self._superseded: list[Arena] = []
+        self._seals = 0  # in the present arena
         self._shape: _Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self.stepped = False
@@ -309,8 +311,9 @@ class Capture:
     def _make_arena(self, layout: ImageLayout) -> Arena:
         """Take over the arena that an earlier life left, if it fits; else make one beside what is there.
 
-        What is there goes only after the first seal in the new one.
+        What is there goes only when every rank has sealed a base in its new one.
         """
+        self._seals = 0
         if self._shape is not None:
             _unpin(self._shape)
             self._superseded.append(self._shape.arena)
@@ -396,6 +399,12 @@ class Capture:
         if self._settings.mode == "direct":
             shape.arena.flush(slot)
         self.sealed_step = job.step
+        self._seals += 1
+        if self._seals >= (1 if self._topology.world == 1 else _SEALS_AHEAD):
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Give up the arenas that nobody will need again: all ranks have newer bases, or the newest is durable."""
         while self._superseded:
             self._superseded.pop().remove()
 
