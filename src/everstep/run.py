@@ -250,6 +250,7 @@ class Run:
         self._place = topology.here()
         self._feed = Feed(loader, self._place.rank, self._place.world) if loader is not None else None
         self._finished = False
+        self._had_finished = False  # in an earlier life
         self._closed = False
         self._last_capture: tuple[int | None, float] = (None, 0.0)
         self._stop_at: int | None = None
@@ -326,7 +327,7 @@ class Run:
         for difference in differing:
             self._emit(Degraded(what="loaded with strict=False", reason=difference))
         self.step = self.resumed_from = checkpoint.step
-        self._finished = bool(checkpoint.extras["finished"])
+        self._finished = self._had_finished = bool(checkpoint.extras["finished"])
         self._random = checkpoint.extras["random"] if checkpoint.own else None
         if self._random is not None:
             trees.set_random_state(self._random)
@@ -452,7 +453,8 @@ class Run:
         try:
             stepped, self._capture.stepped = self._capture.stepped, False
             self.step += stepped
-            if self._last_capture[0] is not None or stepped:
+            ended = self._finished and not self._had_finished and self.step > 0
+            if self._last_capture[0] is not None or stepped or ended:
                 self._take()
                 self._capture.wait_sealed()
                 self._keeper.wait_durable(self.step, None)
