@@ -250,6 +250,7 @@ class Run:
         self._place = topology.here()
         self._feed = Feed(loader, self._place.rank, self._place.world) if loader is not None else None
         self._finished = False
+        self._had_finished = False  # in an earlier life
         self._closed = False
         self._last_capture: tuple[int | None, float] = (None, 0.0)
         self._stop_at: int | None = None
@@ -298,12 +299,14 @@ class Run:
         )  # fmt: skip
 
     def _left_by_earlier_life(self) -> list[Arena]:
-        """The arenas that this rank had on this node before."""
-        arenas = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path).arenas
-        for arena in arenas:
-            if arena.rank != self._place.rank:
+        """What an earlier life of this rank left on this node, and what ranks left that are no more."""
+        left = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path).arenas
+        rank, world = self._place.rank, self._place.world
+        mine = [arena for arena in left if arena.rank == rank or arena.rank >= world]
+        for arena in left:
+            if arena not in mine:
                 arena.close()
-        return [arena for arena in arenas if arena.rank == self._place.rank]
+        return mine
 
     def _restore(self) -> str:
         sources = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
@@ -326,7 +329,7 @@ class Run:
         for difference in differing:
             self._emit(Degraded(what="loaded with strict=False", reason=difference))
         self.step = self.resumed_from = checkpoint.step
-        self._finished = bool(checkpoint.extras["finished"])
+        self._finished = self._had_finished = bool(checkpoint.extras["finished"])
         self._random = checkpoint.extras["random"] if checkpoint.own else None
         if self._random is not None:
             trees.set_random_state(self._random)
@@ -452,10 +455,12 @@ class Run:
         try:
             stepped, self._capture.stepped = self._capture.stepped, False
             self.step += stepped
-            if self._last_capture[0] is not None or stepped:
+            ended = self._finished and not self._had_finished and self.step > 0
+            if self._last_capture[0] is not None or stepped or ended:
                 self._take()
                 self._capture.wait_sealed()
                 self._keeper.wait_durable(self.step, None)
+                self._capture.let_go()
         finally:
             self._release(final=self._finished)
         if self._finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from everstep.capture import snapshot
 
 FEATURES: dict[str, Callable[[Trial], None]] = {}
 ON_ONE_RANK: list[str] = []
@@ -830,6 +833,29 @@ def any_number_of_ranks_with_a_stateful_loader(trial: Trial) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = StatefulDataLoader(numbers, batch_size=2, sampler=sampler)
     train(trial, model, optimizer, data, epochs=2, after=lambda _: trial.note_state())
+
+
+@feature(on_one_rank=False)
+def a_rank_that_is_slow_to_seal_when_the_state_outgrows_its_place(trial: Trial) -> None:
+    model = trial.parallel(network())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    log: list[bytes] = []
+    seal = snapshot.Capture._copy_and_seal
+
+    def late(capture: Any, job: Any) -> None:
+        time.sleep(1.0 if trial.rank == 1 and job.step == 5 else 0.0)
+        seal(capture, job)
+
+    snapshot.Capture._copy_and_seal = late  # type: ignore[method-assign]
+    run = trial.guard(model, optimizer, loader(trial), epochs=2, extra={"log": log})
+    for x, y in trial.batches(run):
+        time.sleep(0.3 if run.step == 5 else 0.0)
+        loss = error(trial, model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trial.lost(loss)
+        log.append(bytes({4: 1 << 20, 11: 1 << 22}.get(run.step, 1)))
 
 
 # -- what is not kept yet

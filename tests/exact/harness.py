@@ -328,6 +328,10 @@ class Stage:
     def memory(self) -> Path:
         return Path("/dev/shm") / f"everstep-{os.getuid()}" / (self.name() or "none")
 
+    def left_in_memory(self) -> list[str]:
+        """The arenas that are still there."""
+        return [folder.name for folder in self.memory().glob("rank-*")]
+
     def clean_up(self) -> None:
         name = self.name()
         pid = keeper_pid(name) if name is not None else None

@@ -55,3 +55,4 @@ def test_state_and_data_go_on_with_another_number_of_ranks(worlds: list[int], na
         assert set(samples) == set(range(SAMPLES))
         padding = sum(samples.values()) - SAMPLES
         assert padding < max(worlds), f"{padding} samples were seen twice: {samples.most_common(5)}"
+    assert again.left_in_memory() == []

@@ -39,6 +39,7 @@ from everstep.types import ImageInfo, Piece
 
 _EXTRAS_MARGIN = 64 << 10
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
+_SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
 _version = attrgetter("_version")
 
 
@@ -111,6 +112,7 @@ class Capture:
         self._attach = attach
         self._left = left  # arenas of an earlier life of this rank, until the first base of this one is sealed
         self._arena: Arena | None = None
+        self._seals = 0  # in the present arena
         self._shape: _Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self.stepped = False
@@ -312,7 +314,11 @@ class Capture:
         return shape
 
     def _make_arena(self, layout: ImageLayout) -> Arena:
-        """Take over an arena that is there and fits; else make one beside it, which lets it go at its first seal."""
+        """Take over an arena that is there and fits; else make one beside it.
+
+        What is there goes only when every rank has sealed a base in its new one.
+        """
+        self._seals = 0
         if self._shape is not None:
             _unpin(self._shape)
             self._left.append(self._shape.arena)
@@ -395,6 +401,12 @@ class Capture:
         if self._settings.mode == "direct":
             shape.arena.flush(slot)
         self.sealed_step = job.step
+        self._seals += 1
+        if self._seals >= (1 if self._topology.world == 1 else _SEALS_AHEAD):
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Give up the arenas that nobody will need again: all ranks have newer bases, or the newest is durable."""
         while self._left:
             self._left.pop().remove()
 
