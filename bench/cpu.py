@@ -397,7 +397,7 @@ def run_all(wanted: dict[str, int], scratch: Path, quick: bool) -> dict[str, Any
                 elif word == "result":
                     data[part] = json.loads(rest)
             if child.wait() != 0:
-                raise SystemExit(f"part {part} failed:\n{child.stderr.read()}")
+                raise SystemExit(f"part {part} failed (exit {child.returncode}):\n{child.stderr.read()}")
     return data
 
 
