@@ -82,7 +82,7 @@ def watched(pids: Any) -> Iterator[list[int]]:
 
 # -- part: states
 
-ROUNDS_S = 5.0
+ROUNDS_S = 3.0
 
 
 def rounds(most: int) -> Iterator[int]:
@@ -176,7 +176,6 @@ def _bench_raw(saver: Any, scratch: Path, reps: int) -> dict[str, Any]:
     def write() -> float:
         with timed() as timer:
             saver.run.wait("durable")
-        time.sleep(0.2)  # retiring the step before goes on for a moment
         return timer.seconds
 
     def read() -> float:
@@ -185,18 +184,26 @@ def _bench_raw(saver: Any, scratch: Path, reps: int) -> dict[str, Any]:
         del image
         return timer.seconds
 
+    def settle() -> None:
+        """Neither shall pay for what the other left: the keeper deletes the step before, the bench its raw file."""
+        (scratch / "raw.bin").unlink(missing_ok=True)
+        time.sleep(0.3)
+        peers.sync_folder(scratch)
+        time.sleep(0.1)
+
     for rep in range(reps + 1):
         saver.step()
         saver.save(scratch)
         saver.run.wait("sealed")
+        settle()
         turns = [("write", write), ("raw_write", lambda: peers.raw_write(scratch / "raw.bin", data))]
         for key, turn in turns if rep % 2 else reversed(turns):
             found[key].append(turn())
+            settle()
         file = max(saver.files(scratch), key=lambda path: path.stat().st_size)
         turns = [("read", read), ("raw_read", lambda file=file: peers.raw_read(file))]
         for key, turn in turns if rep % 2 else reversed(turns):
             found[key].append(turn())
-    (scratch / "raw.bin").unlink()
     return {**{key: values[1:] for key, values in found.items()}, "bytes": len(data)}
 
 
@@ -335,12 +342,12 @@ def unit(text: str) -> None:
 def parts(quick: bool) -> dict[str, int]:
     """Part -> units of work that it reports."""
     states = {"64": 6, "1024": 6, "8192": 6} if not quick else {"64": 6}
-    return ({} if quick else {"gpt2": 6}) | states | {"training": 3 if quick else 12, "memory": 2}
+    return ({} if quick else {"gpt2": 6}) | states | {"training": 3 if quick else 10, "memory": 2}
 
 
 def run_part(part: str, scratch: Path, quick: bool) -> dict[str, Any]:
     if part == "training":
-        return bench_training(scratch, 3 if quick else 12)
+        return bench_training(scratch, 3 if quick else 10)
     if part == "memory":
         return bench_memory(scratch, 400 if quick else 2000)
     return bench_state(part, scratch, 3)
@@ -390,7 +397,7 @@ def run_all(wanted: dict[str, int], scratch: Path, quick: bool) -> dict[str, Any
                 elif word == "result":
                     data[part] = json.loads(rest)
             if child.wait() != 0:
-                raise SystemExit(f"part {part} failed:\n{child.stderr.read()}")
+                raise SystemExit(f"part {part} failed (exit {child.returncode}):\n{child.stderr.read()}")
     return data
 
 

@@ -252,6 +252,12 @@ def _sync(where: Path) -> None:
         os.close(descriptor)
 
 
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 def drop_cache(paths: list[Path]) -> None:
     """So that a read comes from the disk."""
     for path in paths:
@@ -272,9 +278,8 @@ def empty(where: Path) -> Path:
 
 def raw_write(path: Path, data: memoryview) -> float:
     """Seconds for these bytes with O_DIRECT, 4 MiB at a time, four threads, and fsync."""
-    path.unlink(missing_ok=True)
     begin = time.perf_counter()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644)
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lambda at: os.pwrite(descriptor, data[at : at + _CHUNK], at), range(0, len(data), _CHUNK)))
     os.fsync(descriptor)

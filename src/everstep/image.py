@@ -34,7 +34,7 @@ ITEM_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A piece that has no place yet."""
 
     name: str
@@ -45,7 +45,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     private: bool = False
 
 
-class _Box(msgspec.Struct, frozen=True):
+class _Box(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     start: tuple[int, ...]
 
@@ -56,7 +56,7 @@ class _Meta(msgspec.Struct, frozen=True, kw_only=True):
     private: frozenset[str]
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+class _Tensor(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]

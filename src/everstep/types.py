@@ -45,7 +45,7 @@ class Traits(Noun, frozen=True, kw_only=True):
     shared: bool  # readable from every node
 
 
-class Piece(Noun, frozen=True, kw_only=True):
+class Piece(Noun, frozen=True, kw_only=True, gc=False):
     """A box of a named tensor, and where its bytes lie in an image's data."""
 
     name: str
