@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a device must not forbid forking
 
 import torch
 import torch._dynamo  # optimizers load it when first made: once here, not in every forked child

@@ -132,7 +132,7 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
 
 
 def must_finish(life: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    outcome = live(life)
+    outcome = live(life, timeout=120.0)
     assert outcome.result is not None, f"exit {outcome.code}: {outcome.error}"
     return outcome.result
 

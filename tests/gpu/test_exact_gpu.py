@@ -1,0 +1,159 @@
+"""On a CUDA device: killed in the middle and resumed, every feature ends with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lives import digest, live, must_finish, run_directory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(200),
+]
+STEPS = 8
+Loop = Callable[[Path, int], dict[str, Any]]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(32 * 36, 10)
+    ).cuda()  # fmt: skip
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 3, 8, 8, generator=generator).cuda(), torch.randint(0, 10, (16,), generator=generator).cuda()
+
+
+def loop(
+    directory: Path,
+    die_at: int,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    step_by_hooks: bool = False,
+    scaler: Any = None,
+    scheduler: Any = None,
+    channels_last: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    losses: list[float] = []
+    run = everstep.guard(
+        model, optimizers, dir=directory, scaler=scaler, scheduler=scheduler, extra={"losses": losses}, **options
+    )
+    began, count = run.resumed_from, len(losses)
+    while count < STEPS:
+        x, y = batch(count)
+        if channels_last:
+            x = x.to(memory_format=torch.channels_last)
+        loss = nn.functional.cross_entropy(model(x), y)
+        if scaler is not None and count == 3:
+            loss = loss * float("inf")
+        (scaler.scale(loss) if scaler is not None else loss).backward()
+        if count == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for optimizer in [] if step_by_hooks else optimizers:
+            scaler.step(optimizer) if scaler is not None else optimizer.step()
+            optimizer.zero_grad()
+        if scaler is not None:
+            scaler.update()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+        count += 1
+        run.done()
+    run.close()
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    scale = scaler.state_dict() if scaler is not None else None
+    result = digest(model.state_dict(), states, losses, scale, torch.cuda.get_rng_state())
+    return {"resumed_from": began, "digest": result}
+
+
+def adam(directory: Path, die_at: int, **options: Any) -> dict[str, Any]:
+    model = network()
+    return loop(directory, die_at, model, [torch.optim.AdamW(model.parameters(), lr=1e-2)], **options)
+
+
+def fused(directory: Path, die_at: int) -> dict[str, Any]:
+    model = network()
+    return loop(directory, die_at, model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)])
+
+
+def capturable_with_tensor_rate(directory: Path, die_at: int) -> dict[str, Any]:
+    model = network()
+    rate = torch.tensor(1e-2, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    return loop(directory, die_at, model, [optimizer], scheduler=scheduler)
+
+
+def scaled(directory: Path, die_at: int) -> dict[str, Any]:
+    return adam(directory, die_at, scaler=torch.amp.GradScaler("cuda", init_scale=1024.0))
+
+
+def fused_into_backward(directory: Path, die_at: int) -> dict[str, Any]:
+    model = network()
+    optimizers = {p: torch.optim.SGD([p], lr=1e-2, momentum=0.9) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    return loop(directory, die_at, model, list(optimizers.values()), step_by_hooks=True)
+
+
+def channels_last(directory: Path, die_at: int) -> dict[str, Any]:
+    model = network().to(memory_format=torch.channels_last)
+    return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())], channels_last=True)
+
+
+def compiled(directory: Path, die_at: int) -> dict[str, Any]:
+    model = torch.compile(network())
+    return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())])
+
+
+def nccl_with_one_rank(directory: Path, die_at: int) -> dict[str, Any]:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    everstep.init_process_group("nccl")
+    model = nn.parallel.DistributedDataParallel(network())
+    return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())])
+
+
+def spare_device_memory(directory: Path, die_at: int) -> dict[str, Any]:
+    return adam(directory, die_at, mode="device")
+
+
+def every_capture_on_disk(directory: Path, die_at: int) -> dict[str, Any]:
+    return adam(directory, die_at, mode="disk")
+
+
+FEATURES: list[Loop] = [
+    adam, fused, capturable_with_tensor_rate, scaled, fused_into_backward, channels_last, compiled,
+    nccl_with_one_rank, spare_device_memory, every_capture_on_disk,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
+def test_killed_and_resumed_it_ends_with_the_same_bits(feature: Loop) -> None:
+    with run_directory() as one, run_directory() as two:
+        whole = must_finish(lambda: feature(one, -1))
+        assert live(lambda: feature(two, 5), timeout=120).killed
+        resumed = must_finish(lambda: feature(two, -1))
+    assert resumed["resumed_from"] is not None
+    assert resumed["digest"] == whole["digest"]
