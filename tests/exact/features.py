@@ -300,10 +300,23 @@ def accumulated_gradients(trial: Trial) -> None:
 
 @feature()
 def batches_left_over_after_the_last_update(trial: Trial) -> None:
+    leave_batches_over(trial, durable="first")
+
+
+@feature(on_one_rank=False)
+def batches_left_over_after_the_last_update_was_durable(trial: Trial) -> None:
+    leave_batches_over(trial, durable="last")
+
+
+def leave_batches_over(trial: Trial, durable: str) -> None:
+    """An update every five batches, and 72 batches; the first or the last update of each life is waited for."""
     model = network(nn.BatchNorm1d(8), nn.Dropout(0.3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    run = trial.guard(model, optimizer, loader(trial, batch_size=2), epochs=4)
+    run = trial.guard(model, optimizer, loader(trial, batch_size=2), epochs=6)
     for count, (x, y) in enumerate(trial.batches(run), 1):
+        if count % 5 == 1 and run.step == ((run.resumed_from or 0) + 1 if durable == "first" else 14):
+            run.wait("durable")
+        time.sleep(0.1 if run.step == 14 else 0.0)  # the last update is sealed before anybody dies
         loss = error(trial, model, x, y)
         loss.backward()
         trial.at("backward")

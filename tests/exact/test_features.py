@@ -90,3 +90,27 @@ def test_not_kept_yet(name: str, why: str, stage: Make, request: pytest.FixtureR
     request.applymarker(pytest.mark.xfail(strict=True, reason=why, raises=AssertionError))
     unbroken = stage(name).play()
     assert differing(unbroken, stage(name).play([Kill(10, "backward")])) == []
+
+
+end_is_lost = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the end of a run has the number of its last step, and a step that is durable is not written again",
+)
+
+
+@end_is_lost
+def test_batches_after_a_durable_last_update_are_not_given_again(stage: Make) -> None:
+    once = stage("batches_left_over_after_the_last_update_was_durable")
+    unbroken = once.play()
+    assert differing(unbroken, once.play()) == [], "they are given again, with the same bits"
+    assert once.read("ended")["given"] == 0
+
+
+@end_is_lost
+def test_killed_after_the_last_update_it_ends_in_a_life_without_a_step(stage: Make) -> None:
+    once, again = (stage("batches_left_over_after_the_last_update") for _ in range(2))
+    unbroken = once.play()
+    assert differing(unbroken, again.play([Kill(14, "backward")])) == []
+    assert differing(unbroken, again.play()) == []
+    assert again.read("ended")["given"] == 0
