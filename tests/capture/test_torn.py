@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture import snapshot
+from everstep.capture import layout
 from everstep.capture.snapshot import Capture
 from everstep.image import parse
 
@@ -63,12 +63,12 @@ def bases(run: everstep.Run) -> dict[int, set[float]]:
     assert arena is not None
     found = {}
     for slot, seal in arena.seals().items():
-        layout, _ = parse(arena.image(slot), arena.slot_bytes)
+        image, _ = parse(arena.image(slot), arena.slot_bytes)
         floats = np.frombuffer(
             arena.image(slot),
             dtype=np.float32,
-            count=sum(p.length for p in layout.pieces) // 4,
-            offset=len(layout.header),
+            count=sum(p.length for p in image.pieces) // 4,
+            offset=len(image.header),
         )
         found[seal.step] = set(np.unique(floats).tolist())
     return found
@@ -130,7 +130,8 @@ def test_without_shadows_a_buffer_runs_ahead_so_the_test_can_fail(
     def from_the_live_buffer(self: Capture, job: Any) -> None:
         time.sleep(0.05)
         assert self._shape is not None
-        torch._foreach_copy_(self._shape.shadows, self._shape.shadowed)
+        for shadows, sources in self._shape.cut_groups:
+            torch._foreach_copy_(shadows, sources)
         real(self, job)
 
     monkeypatch.setattr(Capture, "_copy_and_seal", from_the_live_buffer)
@@ -183,8 +184,8 @@ def test_nothing_per_tensor_happens_in_the_training_thread(directory: Path, monk
     run = everstep.guard(model, optimizer, dir=directory, keeper="inline")
     for step in range(10):
         if step == 6:
-            monkeypatch.setattr(snapshot.Share, "source", _forbidden)
-            monkeypatch.setattr(snapshot.Subjects, "listing", _forbidden)
+            monkeypatch.setattr(layout.Share, "source", _forbidden)
+            monkeypatch.setattr(layout.Subjects, "listing", _forbidden)
         model.seen.add_(1)
         optimizer.step()
         run.done()

@@ -64,6 +64,12 @@ class Share:
             private=not self.entry.common,
         )  # fmt: skip
 
+    def chunks(self) -> Iterator[Share]:
+        """The same rows in shares of at most a bucket, as far as rows can be cut."""
+        at_once = max(1, self.rows * BUCKET_BYTES // max(1, self.bytes))
+        for first in range(self.first, self.first + self.rows, at_once):
+            yield Share(self.entry, first, min(at_once, self.first + self.rows - first))
+
     @property
     def bytes(self) -> int:
         tensor = self.entry.tensor
@@ -319,7 +325,7 @@ def buckets(shares: Sequence[Share], order: Sequence[int], optimizers: int) -> l
 
     by_device: dict[torch.device, list[Share]] = {}
     for item in sorted((s for s in shares if not s.entry.at_cut and s.bytes), key=turn):
-        by_device.setdefault(item.entry.tensor.device, []).append(item)
+        by_device.setdefault(item.entry.tensor.device, []).extend(item.chunks())
     devices = sorted(by_device, key=lambda device: (device.type != "cpu", str(device)))
     return [bucket for device in devices for bucket in _packed(by_device[device], optimizers)]
 

@@ -20,24 +20,22 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from everstep.capture.arena import Arena, choose_place
-from everstep.capture.layout import TORCH_DTYPES, Bucket, Entry, Listing, Share, Subjects, buckets, share
+from everstep.capture.layout import Subjects
+from everstep.capture.shape import Lane, Shape, Views, make_shape
 from everstep.config import Settings
-from everstep.errors import BadConfig, EverstepError
+from everstep.errors import EverstepError
 from everstep.events import Arena as ArenaMade
 from everstep.events import Degraded, Sink, Skipped
-from everstep.image import FORMAT, ImageLayout, lay_out
+from everstep.image import ImageLayout
 from everstep.topology import Topology
-from everstep.types import ImageInfo, Piece
 
-_EXTRAS_MARGIN = 64 << 10
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
 _SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
 _version = attrgetter("_version")
@@ -48,46 +46,6 @@ class _Job:
     step: int
     cut_time: float
     extras: bytes
-
-
-@dataclass(slots=True)
-class _Views:
-    """Destinations in one slot, in the order of the sources."""
-
-    extras: Tensor
-    shadows: list[Tensor]
-    buckets: list[list[Tensor]]
-    flat: Tensor
-
-
-@dataclass(slots=True)
-class _Lane:
-    """A device's side stream, with the event it starts behind and the one it ends with."""
-
-    stream: torch.cuda.Stream
-    cut: torch.cuda.Event
-    end: torch.cuda.Event
-
-
-@dataclass(slots=True)
-class _Shape:
-    """Everything that is made once, when the state is first complete, and again when it changes its shape."""
-
-    layout: ImageLayout
-    listing: Listing
-    shares: list[Share]
-    shadowed: list[Tensor]
-    shadows: list[Tensor]
-    buckets: list[Bucket]
-    sources: list[list[Tensor]]
-    gates: dict[int, list[int]]  # optimizer -> the last bucket of each device that it must wait for
-    arena: Arena
-    views: list[_Views]
-    events: list[torch.cuda.Event | None]
-    lanes: dict[torch.device, _Lane]
-    staging: dict[torch.device, Tensor] = field(default_factory=dict)
-    staged: dict[int, list[Tensor]] = field(default_factory=dict)  # bucket -> its views of the staging memory
-    runs: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class Capture:
@@ -113,7 +71,7 @@ class Capture:
         self._left = left  # arenas of an earlier life of this rank, until the first base of this one is sealed
         self._arena: Arena | None = None
         self._seals = 0  # in the present arena
-        self._shape: _Shape | None = None
+        self._shape: Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self.stepped = False
         self._lock = threading.Condition()
@@ -178,13 +136,13 @@ class Capture:
             with self._lock:
                 self._lock.wait_for(lambda: self._job is None)
         shape = self._shape
-        if shape is not None and not shape.listing.unchanged_at_cut() and not self._rebind(shape):
+        if shape is not None and not shape.listing.unchanged_at_cut() and not shape.rebind(self._subjects):
             self._reshape = True
         if shape is None or self._reshape or len(extras) > shape.layout.extras_bytes - 8:
             shape = self._shape = self._make_shape(len(extras))
             self._reshape = False
-        if shape.shadows:
-            torch._foreach_copy_(shape.shadows, shape.shadowed)
+        for shadows, sources in shape.cut_groups:
+            torch._foreach_copy_(shadows, sources)
         for device, lane in shape.lanes.items():
             lane.cut.record(torch.cuda.current_stream(device))
         cut_time = time.time()
@@ -236,7 +194,7 @@ class Capture:
             failure, self._failure = self._failure, None
             raise EverstepError(f"capturing failed: {failure}") from failure
 
-    def _watch_versions(self, shape: _Shape) -> None:
+    def _watch_versions(self, shape: Shape) -> None:
         """In the first captures, remember how often each gated tensor was written, to compare at the gate."""
         self._cuts += 1
         if self._cuts <= _WATCHED_CUTS:
@@ -259,7 +217,7 @@ class Capture:
                 )
             )
 
-    def _unseal_newest(self, shape: _Shape) -> None:
+    def _unseal_newest(self, shape: Shape) -> None:
         """The capture in flight may be torn: it must not be found."""
         with self._lock:
             self._lock.wait_for(lambda: self._job is None)
@@ -269,46 +227,21 @@ class Capture:
 
     # -- making the shape
 
-    def _make_shape(self, extras_bytes: int) -> _Shape:
-        topology, settings = self._topology, self._settings
-        listing = self._subjects.listing()
-        shares = share(listing.entries, topology.rank, topology.world)
-        info = ImageInfo(
-            format=FORMAT, run=self._run, rank=topology.rank, world=topology.world, aliases=listing.aliases,
-            on_host=listing.on_host, optimizers=self._subjects.optimizer_infos(),
-        )  # fmt: skip
-        wanted = [s.wanted() for s in sorted(shares, key=lambda s: s.entry.tensor.is_cuda)]
-        capacity = 2 * extras_bytes + _EXTRAS_MARGIN
-        layout = lay_out(wanted, info, capacity)
-        arena = self._make_arena(layout)
-        places = {piece.name: piece for piece in layout.pieces}
-        in_cut = [s for s in shares if s.entry.at_cut]
-        shadowed = [s.source() for s in in_cut]
-        groups = buckets(shares, self._order, len(self._subjects.optimizers))
-        data_at = len(layout.header)
-        views = [_views(arena, slot, layout, in_cut, groups, places, data_at) for slot in range(len(arena.slots))]
-        devices = sorted({s.entry.tensor.device for s in shares if s.entry.tensor.is_cuda}, key=str)
-        shape = _Shape(
-            layout=layout,
-            listing=listing,
-            shares=shares,
-            shadowed=shadowed,
-            shadows=[torch.empty_like(source) for source in shadowed],
-            buckets=groups,
-            sources=[[s.source() for s in bucket.shares] for bucket in groups],
-            gates=_gates(groups),
-            arena=arena,
-            views=views,
-            events=[torch.cuda.Event() if _device(bucket).type == "cuda" else None for bucket in groups],
-            lanes={device: _lane(device) for device in devices},
+    def _make_shape(self, extras_bytes: int) -> Shape:
+        shape = make_shape(
+            self._subjects,
+            topology=self._topology,
+            mode=self._settings.mode,
+            run=self._run,
+            order=self._order,
+            extras_bytes=extras_bytes,
+            arena_for=self._make_arena,
         )
-        if settings.mode == "device":
-            _stage(shape, data_at, places)
-        pinned = _pin(shape, self._emit) if devices else False
+        pinned = _pin(shape, self._emit) if shape.lanes else False
         self._emit(
             ArenaMade(
-                rank=topology.rank, slots=len(arena.slots), slot_bytes=arena.slot_bytes, place=arena.place,
-                buckets=len(groups), pinned=pinned,
+                rank=self._topology.rank, slots=len(shape.arena.slots), slot_bytes=shape.arena.slot_bytes,
+                place=shape.arena.place, buckets=len(shape.buckets), pinned=pinned,
             )
         )  # fmt: skip
         return shape
@@ -339,18 +272,6 @@ class Capture:
         self._attach(arena)
         return arena
 
-    def _rebind(self, shape: _Shape) -> bool:
-        """The tensors were replaced: take the new ones if they have the same shape."""
-        listing = self._subjects.listing()
-        if [_signature(e) for e in listing.entries] != [_signature(e) for e in shape.listing.entries]:
-            return False
-        fresh = {entry.name: entry for entry in listing.entries}
-        shape.listing = listing
-        shape.shares = [Share(fresh[s.entry.name], s.first, s.rows) for s in shape.shares]
-        shape.shadowed = [s.source() for s in shape.shares if s.entry.at_cut]
-        shape.sources = [[s.source(fresh[s.entry.name].tensor) for s in bucket.shares] for bucket in shape.buckets]
-        return True
-
     # -- the copier thread
 
     def _work(self) -> None:
@@ -378,7 +299,7 @@ class Capture:
     def _copy_and_seal(self, job: _Job) -> None:
         shape = self._shape
         assert shape is not None
-        if not shape.listing.unchanged() and not self._rebind(shape):
+        if not shape.listing.unchanged() and not shape.rebind(self._subjects):
             self._reshape = True
             self._skip(job, "the state changed its shape; the next step is captured into a new arena")
             return
@@ -410,103 +331,36 @@ class Capture:
         while self._left:
             self._left.pop().remove()
 
-    def _copy(self, shape: _Shape, views: _Views) -> None:
+    def _copy(self, shape: Shape, views: Views) -> None:
         with _side(shape.lanes):
             for index, sources in enumerate(shape.sources):
-                torch._foreach_copy_(shape.staged.get(index, views.buckets[index]), sources, non_blocking=True)
+                lane = shape.lanes.get(sources[0].device)
+                if lane is not None:
+                    lane.begin()
+                torch._foreach_copy_(shape.gathered.get(index, views.buckets[index]), sources, non_blocking=True)
                 event = shape.events[index]
-                if event is not None:
-                    event.record(shape.lanes[sources[0].device].stream)
+                if lane is not None and event is not None:
+                    event.record(lane.stream)
+                    lane.end()
                 self._advance(index + 1)
             for device, runs in shape.runs.items():
-                for begin, end in runs:
-                    views.flat[begin:end].copy_(shape.staging[device][begin:end], non_blocking=True)
-            if views.shadows:
-                torch._foreach_copy_(views.shadows, shape.shadows, non_blocking=True)
-            for lane in shape.lanes.values():
-                lane.end.record(lane.stream)
+                for target, source in (pair for run in runs for pair in run.chunks(views.flat)):
+                    shape.lanes[device].begin()
+                    target.copy_(source, non_blocking=True)
+                    shape.lanes[device].end()
+        if views.shadows:
+            torch._foreach_copy_(views.shadows, [shadow for shadow in shape.shadows if not shadow.is_cuda])
         for lane in shape.lanes.values():
-            lane.end.synchronize()
+            lane.drain()
 
     def _skip(self, job: _Job, reason: str) -> None:
         self._emit(Skipped(rank=self._topology.rank, step=job.step, reason=reason))
 
 
-def _signature(entry: Entry) -> tuple[Any, ...]:
-    tensor = entry.tensor
-    return (entry.name, tensor.dtype, tuple(tensor.shape), tensor.device, entry.gate, entry.at_cut, entry.common)
-
-
-def _device(bucket: Bucket) -> torch.device:
-    return bucket.shares[0].entry.tensor.device
-
-
-def _lane(device: torch.device) -> _Lane:
-    return _Lane(torch.cuda.Stream(device), torch.cuda.Event(blocking=True), torch.cuda.Event(blocking=True))
-
-
-def _gates(groups: list[Bucket]) -> dict[int, list[int]]:
-    last: dict[int, dict[torch.device, int]] = {}
-    for index, bucket in enumerate(groups):
-        for optimizer in bucket.gates:
-            last.setdefault(optimizer, {})[_device(bucket)] = index
-    return {optimizer: sorted(by_device.values()) for optimizer, by_device in last.items()}
-
-
-def _view(flat: Tensor, piece: Piece, data_at: int) -> Tensor:
-    begin = data_at + piece.offset
-    return flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]).view(piece.extent)
-
-
-def _views(
-    arena: Arena,
-    slot: int,
-    layout: ImageLayout,
-    in_cut: list[Share],
-    groups: list[Bucket],
-    places: dict[str, Piece],
-    data_at: int,
-) -> _Views:
-    flat = torch.frombuffer(arena.slots[slot], dtype=torch.uint8)
-    return _Views(
-        extras=flat[layout.extras_offset : layout.extras_offset + layout.extras_bytes],
-        shadows=[_view(flat, places[s.entry.name], data_at) for s in in_cut],
-        buckets=[[_view(flat, places[s.entry.name], data_at) for s in bucket.shares] for bucket in groups],
-        flat=flat,
-    )
-
-
-def _stage(shape: _Shape, data_at: int, places: dict[str, Piece]) -> None:
-    """Mode `device`: buckets go to spare device memory first, and from there to the slot in long runs."""
-    if not shape.lanes:
-        raise BadConfig("mode='device' needs state on a CUDA device; for training on the CPU use mode='host'")
-    for device in shape.lanes:
-        shape.staging[device] = torch.empty(shape.layout.total_bytes, dtype=torch.uint8, device=device)
-        shape.runs[device] = []
-    for index, bucket in enumerate(shape.buckets):
-        device = _device(bucket)
-        if device.type == "cuda":
-            pieces = [places[item.entry.name] for item in bucket.shares]
-            shape.staged[index] = [_view(shape.staging[device], piece, data_at) for piece in pieces]
-            shape.runs[device] += [(data_at + p.offset, data_at + p.offset + p.length) for p in pieces]
-    for device, runs in shape.runs.items():
-        shape.runs[device] = _merged(sorted(runs))
-
-
-def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for begin, end in runs:
-        if merged and merged[-1][1] == begin:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
 class _side:
     """All side streams current, for the copies of one base."""
 
-    def __init__(self, lanes: dict[torch.device, _Lane]) -> None:
+    def __init__(self, lanes: dict[torch.device, Lane]) -> None:
         self._contexts = [torch.cuda.stream(lane.stream) for lane in lanes.values()]
 
     def __enter__(self) -> None:
@@ -518,7 +372,7 @@ class _side:
             context.__exit__(*error)
 
 
-def _pin(shape: _Shape, emit: Sink) -> bool:
+def _pin(shape: Shape, emit: Sink) -> bool:
     for views in shape.views:
         status = torch.cuda.cudart().cudaHostRegister(views.flat.data_ptr(), views.flat.numel(), 0)
         if int(status) != 0:
@@ -532,7 +386,7 @@ def _pin(shape: _Shape, emit: Sink) -> bool:
     return True
 
 
-def _unpin(shape: _Shape) -> None:
+def _unpin(shape: Shape) -> None:
     if shape.lanes:
         for views in shape.views:
             torch.cuda.cudart().cudaHostUnregister(views.flat.data_ptr())
