@@ -145,7 +145,12 @@ class Channel:
             return None
         if not data:
             return None
-        return self._decoder.decode(data), list(descriptors)
+        try:
+            return self._decoder.decode(data), list(descriptors)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return None  # another Everstep, or nobody we know: there is nothing to say to each other
 
     def close(self) -> None:
         try:
