@@ -264,7 +264,8 @@ class Run:
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
         self._lock = _hold(chosen.directory, self._place)
         self._run = _identity(chosen.directory, self._place, self._emit)
-        _sign(runtime_folder(self._run) / DIRECTORY, chosen.directory, self._emit)
+        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
+            _sign(folder / DIRECTORY, chosen.directory, self._emit)
         source = self._restore()
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
@@ -596,7 +597,7 @@ def _hold(directory: Path, place: Topology) -> int | None:
 
 
 def _lock(path: Path) -> tuple[int, bytes]:
-    """The lock, and who has it if it is not ours. It goes with the process; the workers of a loader do not inherit it."""
+    """The lock, and who has it if it is not ours. It goes with the process; a loader's workers do not inherit it."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:

@@ -42,6 +42,8 @@ from everstep.keeper.protocol import (
     StopAt,
     Trouble,
     Welcome,
+    find_runtime_folder,
+    leave,
 )
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
@@ -411,6 +413,9 @@ class Keeper:
             for session in ready:
                 assert session.arena is not None
                 session.arena.remove()
+                folder = Path(session.arena.place).parent
+                if session.arena.place != MEMFD and folder != find_runtime_folder(session.hello.run):
+                    leave(folder)
 
 
 def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:

@@ -91,9 +91,12 @@ def _is_used(folder: Path, arenas: list[Arena]) -> bool:
 def _owner(folder: Path) -> Path | None:
     """The run's directory; None if it is gone or another run's by now. Damaged if that cannot be told."""
     try:
-        directory = Path(os.fsdecode((folder / DIRECTORY).read_bytes()))
+        said = (folder / DIRECTORY).read_bytes()
     except OSError:
-        raise Damaged("it is not known whose memory this is", file=str(folder / DIRECTORY)) from None
+        said = b""
+    directory = Path(os.fsdecode(said))
+    if not directory.is_absolute() or b"\0" in said:
+        raise Damaged("it is not known whose memory this is", file=str(folder / DIRECTORY))
     try:
         return directory if run_name(DiskTier(directory)) == folder.name else None
     except (FileNotFoundError, NotADirectoryError):
