@@ -15,13 +15,12 @@ from everstep.config import Keep
 from everstep.errors import BadConfig, Damaged, EverstepError, NothingToRestore
 from everstep.keeper import flush
 from everstep.keeper.client import keeper_pid
-from everstep.keeper.scavenge import RUN_RECORD
 from everstep.recover.plan import make_plan, without
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import committed_steps, decode, read_commit, read_part
+from everstep.store.manifest import RUN_RECORD, committed_steps, read_commit, read_part, run_name
 from everstep.topology import process_alive
-from everstep.types import Commit, Exposure, Holding, Part, Plan, RunRecord, Source, Survey
+from everstep.types import Commit, Exposure, Holding, Part, Plan, Source, Survey
 
 if TYPE_CHECKING:
     from everstep.recover.assemble import Checkpoint
@@ -61,10 +60,9 @@ class Archive:
         self._memory = memory
         self._tier = DiskTier(directory)
         try:
-            record = decode(self._tier.get(RUN_RECORD), RunRecord, tier="disk", file=RUN_RECORD)
+            self.run = run_name(self._tier)
         except (FileNotFoundError, NotADirectoryError):
             raise NothingToRestore(f"{directory} is not a run's directory: it has no {RUN_RECORD}") from None
-        self.run, self.created_time = record.run, record.created_time
 
     # -- what is there
 
@@ -91,8 +89,13 @@ class Archive:
         return steps[-1]
 
     def plan(self, lost: Collection[str] = ()) -> Plan:
-        """What a restart would do now, or after the loss of "memory", "disk" or a node by its name."""
-        survey = self.survey()
+        """What a restart would do now, or after the loss of "memory", "disk" or a node by its name.
+
+        Reads and checks the bytes of what it chooses, as a restart does; memory that is being trained in is taken at
+        its seals.
+        """
+        sources = self._sources()
+        survey = sources.survey()
         known = {"memory", "disk", *(h.node for h in survey.holdings)}
         for name in lost:
             if name not in known:
@@ -100,7 +103,16 @@ class Archive:
         for holding in survey.holdings:
             if holding.source in lost or holding.node in lost:
                 survey = without(survey, holding, f"{holding.source} is taken to be lost")
-        return make_plan(survey, {h.node for h in survey.holdings})
+        nodes = {h.node for h in survey.holdings}
+        is_training = any(process_alive(arena.pid) for arena in sources.arenas)
+        while True:
+            plan = make_plan(survey, nodes)
+            looked_at = [(h, _verify(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
+            bad = [(holding, finding.problem) for holding, finding in looked_at if finding.problem]
+            if not bad:
+                return plan
+            for holding, problem in bad:
+                survey = without(survey, holding, problem)
 
     def manifest(self, step: int) -> tuple[Commit, list[Part]]:
         """The records of a step on disk."""
@@ -117,7 +129,9 @@ class Archive:
         survey = sources.survey()
         wanted = [h for h in survey.holdings if step is None or h.step == step]
         found = [
-            Finding(step=r.step, source="disk", rank=-1, bytes=0, problem=r.reason)
+            Finding(
+                step=r.step, source="memory" if r.source == "memory" else "disk", rank=-1, bytes=0, problem=r.reason
+            )
             for r in survey.rejections
             if step is None or r.step == step
         ]
@@ -208,8 +222,7 @@ class Archive:
         committed = committed_steps(self._tier)
         if step not in committed:
             raise NothingToRestore(f"step {step} is not on disk; there are {committed}")
-        sound = [k.step for k in self.kept() if "disk" in k.sources]
-        if sound == [step]:
+        if next((s for s in flush.sound_steps(self._tier, self.run) if s != step), None) is None:
             raise BadConfig(
                 f"step {step} is the last one on disk that can be restored; delete the directory to be rid of it"
             )
@@ -217,11 +230,8 @@ class Archive:
 
     def clean(self, keep: Keep | None = None) -> dict[str, list[int]]:
         """Remove what crashes left behind, and with `keep` the checkpoints that it lets go."""
-        retired = flush.retire(self._tier, keep, damaged=self._damaged()) if keep is not None else []
+        retired = flush.retire(self._tier, keep, self.run, read_all=True) if keep is not None else []
         return {"retired": retired, "orphans": flush.clean(self._tier)}
-
-    def _damaged(self) -> tuple[int, ...]:
-        return tuple(sorted({rejection.step for rejection in self.survey().rejections}))
 
 
 def _verify(sources: Sources, holding: Holding) -> Finding:

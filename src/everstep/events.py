@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
+_REMEMBERED = 1000
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
@@ -117,24 +120,32 @@ Sink = Callable[[Event], None]
 
 
 class EventLog:
-    """Appends events to one file, a line each; the file may vanish or fill up without hurting anyone."""
+    """Appends events to one file, a line each; the file may vanish or fill up without hurting anyone.
+
+    What could not be written is remembered, and written before the next event that can be.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self.lost = 0
+        self._unwritten: deque[bytes] = deque(maxlen=_REMEMBERED)
 
     def __call__(self, event: Event) -> None:
         line = msgspec.json.encode(event) + b"\n"
         with self._lock:
+            self._unwritten.append(line)
             try:
                 descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
                 try:
-                    os.write(descriptor, line)
+                    while self._unwritten:
+                        if os.write(descriptor, self._unwritten[0]) < len(self._unwritten[0]):
+                            self._unwritten[0] = b"\n" + self._unwritten[0].lstrip()  # torn: once more, on a new line
+                            return
+                        self._unwritten.popleft()
                 finally:
                     os.close(descriptor)
             except OSError:
-                self.lost += 1  # a full disk must not stop training; the count is shown by status
+                return  # a full disk must not stop training; the next event brings this one along
 
 
 def read_events(directory: Path) -> list[AnyEvent]:
@@ -145,6 +156,6 @@ def read_events(directory: Path) -> list[AnyEvent]:
         for line in path.read_bytes().splitlines():
             try:
                 found.append(decoder.decode(line))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
     return sorted(found, key=lambda event: event.time)

@@ -7,6 +7,7 @@ each time the loop asks for the next batch after an optimizer has stepped, a cut
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,17 +31,17 @@ from everstep.capture.layout import Subjects
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
 from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, settings
-from everstep.errors import BadConfig, EverstepError, Mismatch, RunHeld
-from everstep.events import Degraded, EventLog, Finished, Started, Stopping
+from everstep.errors import BadConfig, EverstepError, Mismatch, RunHeld, TierFailed
+from everstep.events import Degraded, EventLog, Finished, Sink, Started, Stopping
 from everstep.image import FORMAT
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.protocol import Hello, runtime_folder
-from everstep.keeper.scavenge import DIRECTORY, RUN_RECORD
+from everstep.keeper.scavenge import DIRECTORY
 from everstep.recover.assemble import Checkpoint, apply, check
 from everstep.recover.load import clear_attempt, find, note_attempt
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import decode, encode
+from everstep.store.manifest import RUN_RECORD, encode, read_record, run_name
 from everstep.topology import Topology
 from everstep.types import Level, RunRecord
 
@@ -255,14 +257,16 @@ class Run:
         self._last_capture: tuple[int | None, float] = (None, 0.0)
         self._stop_at: int | None = None
         self._signal: int | None = None
+        self._pid = os.getpid()
         self._is_leaving = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
-        chosen.directory.mkdir(parents=True, exist_ok=True)
+        _make(chosen.directory)
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
         self._lock = _hold(chosen.directory, self._place)
-        self._run = _identity(chosen.directory, self._place)
-        (runtime_folder(self._run) / DIRECTORY).write_text(str(chosen.directory))
+        self._run = _identity(chosen.directory, self._place, self._emit)
+        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
+            _sign(folder / DIRECTORY, chosen.directory, self._emit)
         source = self._restore()
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
@@ -320,11 +324,11 @@ class Run:
                 self._feed.restore(checkpoint.extras["position"])
         except Mismatch:
             if self._place.rank == 0:
-                clear_attempt(sources)  # the program is to blame, not the checkpoint
+                clear_attempt(sources, self._emit)  # the program is to blame, not the checkpoint
             raise
         except Exception as error:
             if self._place.rank == 0:
-                note_attempt(sources, checkpoint.step, error=f"{type(error).__name__}: {error}")
+                note_attempt(sources, checkpoint.step, self._emit, error=f"{type(error).__name__}: {error}")
             raise
         for difference in differing:
             self._emit(Degraded(what="loaded with strict=False", reason=difference))
@@ -335,7 +339,7 @@ class Run:
             trees.set_random_state(self._random)
         topology.exchange(b"", self._place)  # nobody forgets the attempt before all are through
         if self._place.rank == 0:
-            clear_attempt(sources)
+            clear_attempt(sources, self._emit)
         return " and ".join(sorted({part.source for part in plan.parts}, reverse=True))
 
     # -- the loop
@@ -506,7 +510,12 @@ class Run:
         os.set_blocking(hear, True)
         signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
         threading.Thread(target=self._watch_signals, args=(hear,), name="everstep-signals", daemon=True).start()
-        return {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        old: dict[int, Any] = {
+            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        ours = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _let_be_a_child(ours(), old))
+        return old
 
     def _watch_signals(self, hear: int) -> None:
         """A trainer that hangs in a collective cannot finish its step: after a while it leaves without, losing nothing.
@@ -522,6 +531,8 @@ class Run:
                     os._exit(128 + signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
         if self._signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: do not wait for the step
         self._signal = number
@@ -547,12 +558,22 @@ class Run:
         self._capture.wait_sealed()
         try:
             self._keeper.wait_durable(self.step, None)
+        except EverstepError as error:  # whoever sent the signal wants us gone; memory has the step
+            self._emit(Degraded(what="left before the last step was durable", reason=str(error)))
+            print(f"everstep: {error}", file=sys.stderr, flush=True)
         finally:
             atexit.unregister(self._at_exit)
             self._release(final=False)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
+
+
+def _let_be_a_child(run: Run | None, old: Mapping[int, Any]) -> None:
+    """A forked child is not the trainer: SIGTERM ends it as ever, and the trainer does not hear of it."""
+    if run is not None and not run._closed:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, old[signal.SIGTERM])
 
 
 # -- the directory
@@ -563,20 +584,17 @@ def _hold(directory: Path, place: Topology) -> int | None:
     lock, holder = None, b""
     if place.rank == 0:
         path = directory / "holder"
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        while True:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"{os.getpid()} {place.node}".encode(), 0)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    holder = os.pread(lock, 200, 0) or b"0 unknown"
-                    os.close(lock)
-                    break
-                time.sleep(0.1)
+        me = f"{os.getpid()} {place.node}".encode()
+        if _has_open(path):
+            holder = me  # the kernel's lock keeps out other processes only
+        else:
+            lock, holder = _lock(path)
+            if not holder:
+                try:
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, me, 0)
+                except OSError:
+                    pass  # a full disk: the lock holds, only its holder's name is not to be had
     holder = topology.exchange(holder, place)[0]
     if holder:
         pid, _, host = holder.decode(errors="replace").partition(" ")
@@ -584,24 +602,88 @@ def _hold(directory: Path, place: Topology) -> int | None:
     return lock
 
 
-def _identity(directory: Path, place: Topology) -> str:
+def _lock(path: Path) -> tuple[int, bytes]:
+    """The lock, and who has it if it is not ours. It goes with the process; a loader's workers do not inherit it."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise TierFailed(error.errno, f"a run must be able to write to its directory: {error.strerror}", path) from None
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock, b""
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise TierFailed(error.errno, f"the directory cannot be locked: {error.strerror}", path) from None
+        if time.monotonic() > deadline:
+            holder = os.pread(lock, 200, 0) or b"0 unknown"
+            os.close(lock)
+            return -1, holder
+        time.sleep(0.1)
+
+
+def _has_open(path: Path) -> bool:
+    """Whether a run of this very process is in this directory."""
+    try:
+        wanted = path.stat()
+    except OSError:
+        return False
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.path.samestat(os.fstat(int(name)), wanted):
+                return True
+        except OSError:
+            continue  # it was the one that listed them
+    return False
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TierFailed(error.errno, f"the run's directory cannot be made: {error.strerror}", directory) from None
+
+
+def _identity(directory: Path, place: Topology, emit: Sink) -> str:
     """The run's name, made by rank 0 on the first day."""
-    answer = b""
+    name, failure = b"", None
     if place.rank == 0:
-        tier = DiskTier(directory)
         try:
-            tier.put(
-                RUN_RECORD,
-                memoryview(encode(RunRecord(format=FORMAT, run=uuid.uuid4().hex, created_time=time.time()))),
-            )
-        except FileExistsError:
-            pass
-        try:
-            record = decode(tier.get(RUN_RECORD), RunRecord, tier="disk", file=RUN_RECORD)
-            answer = b"+" + record.run.encode()
+            name = _name(DiskTier(directory), emit).encode()
         except EverstepError as error:
-            answer = b"-" + str(error).encode()
-    answer = topology.exchange(answer, place)[0]
-    if answer[:1] != b"+":
-        raise EverstepError(f"{directory} is not a run directory: {answer[1:].decode()}")
-    return answer[1:].decode()
+            failure = error
+    name = topology.exchange(name, place)[0]
+    if failure is not None:
+        raise failure
+    if not name:
+        raise EverstepError(f"rank 0 cannot use {directory}; see its message")
+    return name.decode()
+
+
+def _name(tier: DiskTier, emit: Sink) -> str:
+    is_new = False
+    try:
+        name = run_name(tier)
+    except FileNotFoundError:
+        name, is_new = uuid.uuid4().hex, True
+    try:
+        read_record(tier, RUN_RECORD, RunRecord)
+    except (OSError, EverstepError) as error:
+        if not is_new:
+            emit(Degraded(what=f"{RUN_RECORD} was made anew from the commits", reason=str(error)))
+        tier.delete(RUN_RECORD)
+        tier.put(RUN_RECORD, memoryview(encode(RunRecord(format=FORMAT, run=name, created_time=time.time()))))
+    return name
+
+
+def _sign(path: Path, directory: Path, emit: Sink) -> None:
+    """Say beside the memory where its disk is, so that gc can save what only memory holds."""
+    said = os.fsencode(directory)
+    try:
+        if not path.exists() or path.read_bytes() != said:
+            temporary = path.with_name(f".{path.name}-{os.getpid()}")
+            temporary.write_bytes(said)
+            os.replace(temporary, path)
+    except OSError as error:
+        emit(Degraded(what="gc cannot know whose memory this is", reason=str(error)))

@@ -6,9 +6,15 @@ Each is frozen, and each that reaches a medium is a msgspec struct, so that its 
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+# What a record may claim: these become names of files and directories, so nothing else is believed.
+RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Step = Annotated[int, msgspec.Meta(ge=0, lt=10**10)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=10**5)]
+World = Annotated[int, msgspec.Meta(ge=1, le=10**5)]
 
 
 class Level(enum.IntEnum):
@@ -71,9 +77,9 @@ class ImageInfo(Noun, frozen=True, kw_only=True):
     """What an image says about itself, beside its tensors; the same for every step."""
 
     format: int
-    run: str
-    rank: int
-    world: int
+    run: RunName
+    rank: Rank
+    world: World
     aliases: dict[str, str] = {}  # second names of tied tensors
     on_host: tuple[str, ...] = ()  # optimizer state that lies on the host though its parameter does not
     optimizers: tuple[OptimizerInfo, ...] = ()
@@ -83,11 +89,11 @@ class Part(Noun, frozen=True, kw_only=True):
     """One rank's share of a checkpoint on a medium: `rank-00003.json`."""
 
     format: int
-    run: str
+    run: RunName
     generation: str  # parts of one checkpoint come from one life of the job
-    step: int
-    rank: int
-    world: int
+    step: Step
+    rank: Rank
+    world: World
     bytes: int
     chunk_bytes: int
     chunks: tuple[int, ...]  # xxh3-64 of every chunk
@@ -98,7 +104,7 @@ class Part(Noun, frozen=True, kw_only=True):
 
 
 class PartRef(Noun, frozen=True, kw_only=True):
-    rank: int
+    rank: Rank
     bytes: int
     digest: str  # of the part manifest, which in turn names the digests of the data
 
@@ -107,10 +113,10 @@ class Commit(Noun, frozen=True, kw_only=True):
     """`step-0000001200.json`: the checkpoint exists because this file does."""
 
     format: int
-    run: str
+    run: RunName
     generation: str
-    step: int
-    world: int
+    step: Step
+    world: World
     parts: tuple[PartRef, ...]
     cut_time: float
     committed_time: float
@@ -121,7 +127,7 @@ class RunRecord(Noun, frozen=True, kw_only=True):
     """`run.json`: the identity of a run directory."""
 
     format: int
-    run: str
+    run: RunName
     created_time: float
     digest: str = ""
 
@@ -130,7 +136,7 @@ class Attempt(Noun, frozen=True, kw_only=True):
     """`attempt.json`: somebody began to load this step and has not said how it went."""
 
     format: int
-    step: int
+    step: Step
     count: int
     error: str = ""  # set when the reader raised, empty when it just stopped living
     digest: str = ""
@@ -155,9 +161,10 @@ class Holding(Noun, frozen=True, kw_only=True):
 
 
 class Rejection(Noun, frozen=True, kw_only=True):
-    step: int
+    step: int  # 0: not known
     source: Source | Literal["any"]
     reason: str
+    certain: bool = True  # False: a crash that lost nothing looks the same
 
 
 class Survey(Noun, frozen=True, kw_only=True):

@@ -30,12 +30,13 @@ SHARED_MEMORY = Path("/dev/shm")
 MEMFD = "memfd"
 
 _MAGIC = b"EVERSTEP"
-_HEADER = struct.Struct("<8sIIIIQQ32sQ")  # magic, format, rank, world, slots, slot bytes, layout digest, run, pid
+_HEADER = struct.Struct("<8sIIIIQQ32s")  # magic, format, rank, world, slots, slot bytes, layout digest, run
+_OWNER = struct.Struct("<Q")  # pid; not in the header, which is never written again, so that no crash can tear it
 _LIVE = struct.Struct("<QdQ")  # newest step, time of its cut, step at which everybody stops (0: never)
 _SEAL = struct.Struct("<QQdQQ32s")  # sequence, step, cut time, length, layout digest, generation
 _CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
 _SUM = struct.Struct("<Q")
-_LIVE_AT, _SEALS_AT, _SEAL_BYTES = 256, 512, 128
+_OWNER_AT, _LIVE_AT, _SEALS_AT, _SEAL_BYTES = 128, 256, 512, 128
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
 MAX_SLOTS = (BLOCK - _SEALS_AT) // _SEAL_BYTES
 
@@ -80,21 +81,25 @@ class Arena:
         """Take over open descriptors; `place` is a directory, or MEMFD."""
         self.place = place
         self.descriptors = [control, *slots]
+        if os.fstat(control).st_size < BLOCK:
+            raise Damaged("an arena without a control page", file=place)
         self.control = mmap.mmap(control, os.fstat(control).st_size)
         fields = _unpack(_HEADER, self.control, 0)
         if fields is None or fields[0] != _MAGIC:
-            raise Damaged("not an arena", file=place)
-        _, version, rank, world, count, slot_bytes, layout_digest, run, pid = fields
+            raise Damaged("not an arena, or its control page is damaged", file=place)
+        _, version, rank, world, count, slot_bytes, layout_digest, run = fields
         self.rank: int = rank
         self.world: int = world
         self.slot_bytes: int = slot_bytes
         self.layout_digest: int = layout_digest
-        self.pid: int = pid
+        self.pid: int = _OWNER.unpack_from(self.control, _OWNER_AT)[0]
         self.run: str = run.decode()
         if version != FORMAT or count != len(slots) or count > MAX_SLOTS:
             raise Damaged(f"an arena of format {version} with {count} slots", file=place)
         if any(os.fstat(slot).st_size != self.slot_bytes for slot in slots):
             raise Damaged("an arena whose slots are cut off", file=place)
+        if len(self.control) < BLOCK + count * _checks_bytes(slot_bytes):
+            raise Damaged("an arena whose control file is cut off", file=place)
         self.slots = [mmap.mmap(slot, self.slot_bytes) for slot in slots]
 
     # -- making and finding
@@ -104,9 +109,7 @@ class Arena:
         """A new arena with empty slots: under `root`, or of memfds if there is none. Memory is taken now or refused."""
         size = layout.total_bytes
         control_bytes = BLOCK + slots * _checks_bytes(size)
-        header = _HEADER.pack(
-            _MAGIC, FORMAT, rank, world, slots, size, layout.digest, run.encode(), os.getpid()
-        )  # fmt: skip
+        header = _HEADER.pack(_MAGIC, FORMAT, rank, world, slots, size, layout.digest, run.encode())
         names = ["control", *(f"slot-{i}.safetensors" for i in range(slots))]
         folder = None
         if root is not None:
@@ -125,6 +128,7 @@ class Arena:
             for slot in opened[1:]:
                 os.pwrite(slot, layout.header, 0)
             cls.before("arena header")
+            os.pwrite(opened[0], _OWNER.pack(os.getpid()), _OWNER_AT)
             os.pwrite(opened[0], _pack(header), 0)
             arena = cls(opened[0], opened[1:], str(folder) if folder else MEMFD)
             arena.populate()
@@ -177,10 +181,9 @@ class Arena:
 
     def adopt(self) -> None:
         """A new process takes over an arena that its predecessor left."""
-        fields = _HEADER.unpack_from(self.control, 0)
         self.populate()
         self.pid = os.getpid()
-        self.control[: _HEADER.size + _SUM.size] = _pack(_HEADER.pack(*fields[:-1], self.pid))
+        self.control[_OWNER_AT : _OWNER_AT + _OWNER.size] = _OWNER.pack(self.pid)
 
     def free_slot(self, protect: int, leased: set[int]) -> int | None:
         """The slot to overwrite next: never a leased one, never one of the newest `protect` sealed ones."""
@@ -240,6 +243,12 @@ class Arena:
                 )  # fmt: skip
         return found
 
+    def torn(self) -> list[int]:
+        """The slots whose seal does not match its checksum: a crash in the moment of sealing, or damage."""
+        size, sealed = _SEAL.size + _SUM.size, self.seals()
+        places = {slot: _SEALS_AT + slot * _SEAL_BYTES for slot in range(len(self.slots))}
+        return [slot for slot, at in places.items() if slot not in sealed and any(self.control[at : at + size])]
+
     def slot_of(self, step: int) -> int | None:
         """Where a step lies; the later one if it was sealed twice, as the last step is when a run ends."""
         found = {slot: seal.sequence for slot, seal in self.seals().items() if seal.step == step}
@@ -290,14 +299,25 @@ def open_root(path: str | None) -> Path:
     return root
 
 
-def find_arenas(root: Path, run: str) -> Iterator[Arena]:
-    """Every readable arena of a run on this node; broken ones are left out, since they hold nothing."""
+def find_arenas(root: Path, run: str, broken: list[str] | None = None) -> Iterator[Arena]:
+    """Every readable arena of a run on this node. Why others cannot be read goes to `broken`, if they ever held any."""
     for folder in sorted((root / run).glob("rank-*")):
         try:
             arena = Arena.open(folder)
-        except (OSError, Damaged, ValueError):
+        except (OSError, ValueError) as error:
+            if broken is not None and _was_finished(folder):
+                broken.append(str(error))
             continue
         yield arena
+
+
+def _was_finished(folder: Path) -> bool:
+    """Whether an arena was ever made whole: its header is written last, and nothing is sealed before."""
+    try:
+        with open(folder / "control", "rb") as control:
+            return any(control.read(_HEADER.size))
+    except OSError:
+        return False
 
 
 def free_memory(root: Path | None) -> int:

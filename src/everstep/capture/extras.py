@@ -27,7 +27,12 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def encode(tree: Tree, name: str) -> bytes:
-    return msgspec.msgpack.encode(_pack(tree, name))
+    try:
+        return msgspec.msgpack.encode(_pack(tree, name))
+    except RecursionError:
+        raise Unstorable(name, tree, "it is nested too deeply, or holds itself") from None
+    except UnicodeEncodeError as error:
+        raise Unstorable(name, tree, f"a string in it is no text, {error}") from None
 
 
 def decode(data: bytes) -> Tree:

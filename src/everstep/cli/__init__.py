@@ -42,3 +42,6 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; nothing is wrong
         sys.exit(0)
+    except OSError as error:
+        print(f"everstep: {error}", file=sys.stderr)
+        sys.exit(7)

@@ -108,7 +108,7 @@ class KeeperClient:
     def _connect(self) -> Channel | None:
         if self._kind == "inline":
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            keeper = Keeper(self._directory, self._emit)
+            keeper = Keeper(self._directory, self._emit, inline=True)
             self._inline = threading.Thread(
                 target=keeper.serve, args=(None, [Channel(theirs)]), name="everstep-keeper", daemon=True
             )

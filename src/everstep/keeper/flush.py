@@ -6,7 +6,11 @@ Each function is safe to be killed in and called again: what is half there is re
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
+
+import xxhash
 
 from everstep import image
 from everstep.capture.arena import Arena
@@ -20,6 +24,10 @@ from everstep.store.manifest import (
     decode,
     encode,
     part_name,
+    read_commit,
+    read_data,
+    read_part,
+    read_record,
     step_folder,
     step_folders,
     uncovered,
@@ -36,14 +44,22 @@ def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> 
     seal = arena.seals().get(slot)
     if seal is None:
         return None
-    data = arena.image(slot)
-    layout, info = _parsed(bytes(data[: image.header_bytes(data)]), len(data), arena.place)
+    data, known = arena.image(slot), arena.checks(slot)
+    header = bytes(data[: image.header_bytes(data)])
+    if xxhash.xxh3_64_intdigest(header) != seal.layout_digest:
+        raise Damaged("the header is not the one that was sealed", tier="memory", step=seal.step, rank=arena.rank)
+    layout, info = _parsed(header, len(data), arena.place)
     for leftover in (part_name(seal.step, info.rank), data_name(seal.step, info.rank)):
         tier.delete(leftover)
     chunks = tier.put(data_name(seal.step, info.rank), data)
     if arena.seals().get(slot) != seal:
         tier.delete(data_name(seal.step, info.rank))
         return None
+    if known is not None and chunks != known:
+        tier.delete(data_name(seal.step, info.rank))
+        first = next((i for i, (a, b) in enumerate(zip(chunks, known, strict=False)) if a != b), 0)
+        reason = "the bytes no longer match their checksum"
+        raise Damaged(reason, tier="memory", step=seal.step, rank=arena.rank, chunk=first)
     arena.set_checks(slot, seal.sequence, chunks)
     part = Part(
         format=FORMAT, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
@@ -66,7 +82,7 @@ def commit(tier: Tier, step: int, world: int, generation: str) -> bool:
     for rank in range(world):
         file = part_name(step, rank)
         try:
-            part = decode(tier.get(file), Part, tier=tier.name, file=file)
+            part = read_record(tier, file, Part, step=step, rank=rank)
         except (FileNotFoundError, Damaged):
             return False
         if part.generation != generation or part.world != world:
@@ -91,9 +107,31 @@ def _digest(part: Part) -> str:
     return part.digest if part.digest else decode(encode(part), Part, tier="", file="").digest
 
 
-def retire(tier: Tier, keep: Keep, *, damaged: tuple[int, ...] = ()) -> list[int]:
-    """Let go what the policy lets go: commits first, so that no commit ever names what is not there."""
-    gone = to_retire(committed_steps(tier), keep, damaged=damaged)
+def sound_steps(tier: Tier, run: str, *, read_all: bool = True) -> Iterator[int]:
+    """The committed steps that can be restored, newest first: records are checked, sizes, and with `read_all` bytes."""
+    for step in reversed(committed_steps(tier)):
+        try:
+            committed = read_commit(tier, step, run)
+            for rank in range(committed.world):
+                part = read_part(tier, committed, rank)
+                if read_all:
+                    read_data(tier, part)
+                elif tier.size(data_name(step, rank)) != part.bytes:
+                    raise Damaged("cut off")
+        except (Damaged, OSError):
+            continue
+        yield step
+
+
+def retire(tier: Tier, keep: Keep, run: str, *, read_all: bool = False) -> list[int]:
+    """Let go what the policy lets go: commits first, so that no commit ever names what is not there.
+
+    Of what is damaged nothing counts as kept, so the last restorable checkpoint stays.
+    """
+    committed = committed_steps(tier)
+    sound = list(islice(sound_steps(tier, run, read_all=read_all), keep.last))
+    looked_at = [step for step in committed if len(sound) < keep.last or step >= sound[-1]]
+    gone = to_retire(committed, keep, damaged=set(looked_at) - set(sound))
     for step in gone:
         remove_checkpoint(tier, step)
     return gone

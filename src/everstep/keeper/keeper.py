@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from everstep.capture.arena import Arena
+from everstep.capture.arena import MEMFD, Arena
 from everstep.config import Every, Keep
-from everstep.errors import EverstepError, KeeperLost
-from everstep.events import Degraded, Persisted, Retired, Scavenged, Sink
+from everstep.errors import Damaged, KeeperLost
+from everstep.events import Degraded, Persisted, Rejected, Retired, Scavenged, Sink
 from everstep.image import CHUNK_BYTES
 from everstep.keeper import flush
 from everstep.keeper.protocol import (
@@ -42,6 +42,8 @@ from everstep.keeper.protocol import (
     StopAt,
     Trouble,
     Welcome,
+    find_runtime_folder,
+    leave,
 )
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
@@ -52,6 +54,7 @@ _AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
 _AUTO_SHARE = 0.1  # and writing takes at most this share of the time
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
+_INLINE_PATIENCE_S = 30.0
 _MANY_NODES_STRIDE = 50
 
 
@@ -63,11 +66,14 @@ class Session:
     alive: bool = True
     done: bool = False
     arena: Arena | None = None
+    outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
     leased: set[int] = field(default_factory=set)
 
 
 class Keeper:
-    def __init__(self, directory: Path, emit: Sink) -> None:
+    def __init__(self, directory: Path, emit: Sink, *, inline: bool = False) -> None:
+        """`inline`: a thread of the trainer, which waits for it; so it does not insist where a medium fails."""
+        self._inline = inline
         self.tier = DiskTier(directory)
         self._emit = emit
         self._sessions: dict[int, Session] = {}
@@ -78,6 +84,7 @@ class Keeper:
         self._overtaken: list[Arena] = []  # of ranks that the present life no longer has
         self._wanted = -1  # a step that somebody waits for
         self.durable_step = max(committed_steps(self.tier), default=-1)
+        self._wrote = -1  # the newest step that this keeper made durable itself
         self._last_flush_at = 0.0
         self._last_flush_took = 0.0
         self._retry_at, self._failures = 0.0, 0
@@ -128,8 +135,12 @@ class Keeper:
             self._answer(channel, session, message, descriptors)
         except KeeperLost:
             return  # it died while we spoke; the selector will say so
-        except (EverstepError, OSError, ValueError) as error:
-            self._tell_all(Trouble(reason=str(error)))
+        except Exception as error:
+            self._emit(Degraded(what=f"{type(message).__name__} came to nothing", reason=str(error)))
+            try:
+                channel.send(Trouble(reason=str(error)))  # it may wait for an answer
+            except KeeperLost:
+                return
 
     def _answer(self, channel: Channel, session: Session | None, message: AnyMessage, descriptors: list[int]) -> None:
         match message:
@@ -139,21 +150,22 @@ class Keeper:
                 arena = Arena(descriptors[0], descriptors[1:], message.place)
                 arena.populate()
                 with self._lock:
-                    earlier, session.arena = session.arena, arena
-                if earlier is not None and not session.leased:
-                    earlier.close()
+                    if session.arena is not None:
+                        session.outgrown.append(session.arena)
+                    session.arena = arena
             case LeaseAnswer():
                 self._answers.put(message)
             case Persist():
                 self._wanted = max(self._wanted, message.step)
+                self._retry_at = 0.0  # whoever waits wants to know now
                 self._asked.set()
                 if self.durable_step >= message.step:
                     channel.send(Durable(step=self.durable_step))
             case StopAt():
                 self._tell_all(message)
             case Inherit():
-                held = [s.arena for s in self._sessions.values() if s.arena is not None and s.arena.place == "memfd"]
-                held = [arena for arena in held if message.rank in (None, arena.rank)]
+                held = [a for s in self._sessions.values() for a in (*s.outgrown, s.arena) if a is not None]
+                held = [a for a in held if a.place == MEMFD and message.rank in (None, a.rank)]
                 counts = tuple(len(arena.descriptors) for arena in held)
                 channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
             case Bye() if session is not None:
@@ -170,7 +182,7 @@ class Keeper:
             if hello.generation != self._generation:
                 self._begin_life(hello)
             if earlier is not None:
-                session.arena, session.leased = earlier.arena, earlier.leased
+                session.arena, session.leased, session.outgrown = earlier.arena, earlier.leased, earlier.outgrown
             self._sessions[hello.rank] = session
             try:
                 session.watcher = os.pidfd_open(hello.pid)
@@ -215,19 +227,30 @@ class Keeper:
         while not self._ending.is_set():
             self._asked.wait(_TICK_S)
             self._asked.clear()
-            step = self._due()
-            if step is not None:
-                self._flush_reporting(step)
+            step = None
+            try:
+                self._let_go_outgrown()
+                step = self._due()
+                if step is not None:
+                    self._flush(step)
+                    self._failures = 0
+            except Exception as error:  # whatever it is: the next step is tried again, and nobody is left in the dark
+                self._failures += 1
+                self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self._failures)
+                self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error)))
+                self._tell_all(Trouble(reason=str(error)))
 
-    def _flush_reporting(self, step: int) -> None:
-        try:
-            self._flush(step)
-            self._failures = 0
-        except (EverstepError, OSError) as error:
-            self._failures += 1
-            self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self._failures)
-            self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error)))
-            self._tell_all(Trouble(reason=str(error)))
+    def _let_go_outgrown(self) -> None:
+        """An arena that its state outgrew is needed until its successor has a seal, and again if there never is one."""
+        for session in list(self._sessions.values()):
+            if not session.outgrown or session.arena is None:
+                continue
+            if session.arena.seals():
+                while session.outgrown:
+                    session.outgrown.pop().close()
+            elif not session.alive:
+                with self._lock:
+                    session.arena = session.outgrown.pop()
 
     def _ready(self) -> list[Session]:
         """The local ranks with arenas, if all of this node's are here."""
@@ -275,7 +298,12 @@ class Keeper:
             total, generation = 0, ""
             for session, slot in leases:
                 assert session.arena is not None and slot is not None
-                part = flush.persist_part(self.tier, session.arena, slot, torch_version=session.hello.torch)
+                try:
+                    part = flush.persist_part(self.tier, session.arena, slot, torch_version=session.hello.torch)
+                except Damaged as error:
+                    session.arena.unseal(slot)  # so that the next best is taken
+                    self._emit(Rejected(step=step, source="memory", reason=str(error)))
+                    raise
                 if part is None:
                     return
                 total, generation = total + part.bytes, part.generation
@@ -286,7 +314,7 @@ class Keeper:
                 if slot is not None:
                     session.leased.discard(slot)
                     self._tell_current(session, Release(slot=slot))
-        self.durable_step = step
+        self.durable_step = self._wrote = step
         while self._overtaken:
             self._overtaken.pop().remove()
         self._last_flush_at, self._last_flush_took = time.monotonic(), time.monotonic() - began
@@ -295,7 +323,7 @@ class Keeper:
             self._emit(Scavenged(step=step, ranks=tuple(session.hello.rank for session in sessions)))
         self._tell_all(Durable(step=step))
         hello = sessions[0].hello
-        for gone in flush.retire(self.tier, Keep(last=hello.keep_last, every=hello.keep_every)):
+        for gone in flush.retire(self.tier, Keep(last=hello.keep_last, every=hello.keep_every), hello.run):
             self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
         flush.clean(self.tier)
 
@@ -341,7 +369,10 @@ class Keeper:
             for session in self._ready():
                 alive = alive or session.alive
                 assert session.arena is not None
-                check_newest(session.arena, self._ending.is_set)
+                try:
+                    check_newest(session.arena, self._ending.is_set)
+                except ValueError:
+                    continue  # it was closed in this moment: its successor has a seal
             busy = time.monotonic() - began
             rest = max(_TICK_S, busy / _CHECK_SHARE if alive else 0.0)
 
@@ -359,7 +390,21 @@ class Keeper:
             return False
         ready = self._ready()
         newest = self._newest_common(ready)
-        return newest is None or newest <= self.durable_step or idle > _PATIENCE_S
+        if newest is None:
+            return not any(s.outgrown for s in sessions)
+        if newest <= self.durable_step and self._wrote < newest:
+            self._read_back(sessions[0].hello.run, newest)
+        patience_s = _INLINE_PATIENCE_S if self._inline else _PATIENCE_S
+        gives_up = idle > patience_s or (self._inline and self._failures > 0)
+        return newest <= self.durable_step or gives_up
+
+    def _read_back(self, run: str, newest: int) -> None:
+        """Memory is about to be given up for what an earlier keeper wrote: only if that is still sound."""
+        self.durable_step = next(flush.sound_steps(self.tier, run), -1)
+        if newest <= self.durable_step:
+            self._wrote = newest
+        elif newest in committed_steps(self.tier):
+            flush.remove_checkpoint(self.tier, newest)  # damaged; memory has it, and writes it anew
 
     def _remove_spent_arenas(self) -> None:
         ready = self._ready()
@@ -368,6 +413,9 @@ class Keeper:
             for session in ready:
                 assert session.arena is not None
                 session.arena.remove()
+                folder = Path(session.arena.place).parent
+                if session.arena.place != MEMFD and folder != find_runtime_folder(session.hello.run):
+                    leave(folder)
 
 
 def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:

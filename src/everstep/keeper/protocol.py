@@ -145,7 +145,12 @@ class Channel:
             return None
         if not data:
             return None
-        return self._decoder.decode(data), list(descriptors)
+        try:
+            return self._decoder.decode(data), list(descriptors)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return None  # another Everstep, or nobody we know: there is nothing to say to each other
 
     def close(self) -> None:
         try:
@@ -155,9 +160,9 @@ class Channel:
         self.connection.close()
 
 
-def runtime_folder(run: str) -> Path:
-    """The private directory of a run on this node: the keeper's socket and lock."""
-    base = None if SHARED_MEMORY.is_dir() else "/tmp"
+def runtime_folder(run: str, path: str | None = None) -> Path:
+    """The private directory of a run on this node: the keeper's socket and lock. `path`: that of arenas elsewhere."""
+    base = path or (None if SHARED_MEMORY.is_dir() else "/tmp")
     folder = open_root(base) / run
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

@@ -5,22 +5,21 @@ The keeper does this for its own run when its trainers die; these are the same m
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.capture.arena import Arena, arena_root, find_arenas
-from everstep.errors import EverstepError
+from everstep.errors import Damaged, EverstepError
 from everstep.keeper import flush
 from everstep.keeper.protocol import connect
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import committed_steps, decode
+from everstep.store.manifest import committed_steps, run_name
 from everstep.topology import process_alive
-from everstep.types import RunRecord
 
 DIRECTORY = "directory"  # beside the arenas of a run: where its disk is
-RUN_RECORD = "run.json"
 _NEWBORN_S = 60.0
 
 
@@ -31,33 +30,52 @@ class Left:
     run: str
     directory: Path | None
     bytes: int
-    state: str  # in use, spent, orphaned, or holding step n
+    state: str  # in use, spent, orphaned, holding step n, or unclear: why
 
 
-def newest_whole(arenas: list[Arena]) -> int | None:
-    """The newest step that all ranks of a world have sealed in one generation."""
-    if not arenas or {arena.rank for arena in arenas} != set(range(arenas[0].world)):
-        return None
-    sealed = [{(seal.step, seal.generation) for seal in arena.seals().values()} for arena in arenas]
-    return max((step for step, _ in set.intersection(*sealed)), default=None)
+def whole_steps(arenas: list[Arena]) -> list[tuple[int, list[tuple[Arena, int]]]]:
+    """The steps that all ranks of a world have sealed in one generation, newest first, and where each rank's slot is.
 
-
-def scavenge(tier: DiskTier, arenas: list[Arena]) -> int | None:
-    """Make the newest whole step in memory durable, if it is newer than what is; returns the durable step."""
-    newest = newest_whole(arenas)
-    durable = max(committed_steps(tier), default=None)
-    if newest is None or (durable is not None and durable >= newest):
-        return durable
-    generation = ""
+    A rank may have two arenas: one that its state outgrew, and its successor that has nothing sealed yet.
+    """
+    found: dict[tuple[int, str, int], dict[int, tuple[Arena, int]]] = {}
     for arena in arenas:
-        slot = arena.slot_of(newest)
-        assert slot is not None
+        for slot, seal in sorted(arena.seals().items(), key=lambda item: item[1].sequence):
+            found.setdefault((seal.step, seal.generation, arena.world), {})[arena.rank] = (arena, slot)
+    whole = [(key[0], places) for key, places in found.items() if len(places) == key[2]]
+    return [(step, [places[rank] for rank in sorted(places)]) for step, places in sorted(whole, key=lambda w: -w[0])]
+
+
+def scavenge(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
+    """Make the newest whole and sound step in memory durable, if the disk has none as new that is sound.
+
+    Returns the newest durable step. Raises Damaged if memory has steps, and none of them nor of the disk's is sound.
+    """
+    durable = next(flush.sound_steps(tier, run), None)
+    problem: Damaged | None = None
+    for step, slots in whole_steps(arenas):
+        if durable is not None and durable >= step:
+            return durable
+        try:
+            if step in committed_steps(tier):
+                flush.remove_checkpoint(tier, step)  # it is damaged, and here is a sound one
+            _persist(tier, step, slots)
+            return step
+        except Damaged as error:
+            problem = problem or error
+    if problem is not None and durable is None:
+        raise problem
+    return durable
+
+
+def _persist(tier: DiskTier, step: int, slots: list[tuple[Arena, int]]) -> None:
+    generation = ""
+    for arena, slot in slots:
         part = flush.persist_part(tier, arena, slot, torch_version="")
         if part is None:
             raise EverstepError(f"the arena of rank {arena.rank} is being written to; is the run alive?")
         generation = part.generation
-    flush.commit(tier, newest, arenas[0].world, generation)
-    return newest
+    flush.commit(tier, step, slots[0][0].world, generation)
 
 
 def _is_used(folder: Path, arenas: list[Arena]) -> bool:
@@ -71,13 +89,18 @@ def _is_used(folder: Path, arenas: list[Arena]) -> bool:
 
 
 def _owner(folder: Path) -> Path | None:
-    """The run's directory, if it still is that run's."""
+    """The run's directory; None if it is gone or another run's by now. Damaged if that cannot be told."""
     try:
-        directory = Path((folder / DIRECTORY).read_text())
-        record = decode((directory / RUN_RECORD).read_bytes(), RunRecord, tier="disk", file=RUN_RECORD)
-    except (OSError, EverstepError):
+        said = (folder / DIRECTORY).read_bytes()
+    except OSError:
+        said = b""
+    directory = Path(os.fsdecode(said))
+    if not directory.is_absolute() or b"\0" in said:
+        raise Damaged("it is not known whose memory this is", file=str(folder / DIRECTORY))
+    try:
+        return directory if run_name(DiskTier(directory)) == folder.name else None
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return directory if record.run == folder.name else None
 
 
 def look(memory_path: str | None = None) -> list[Left]:
@@ -93,15 +116,21 @@ def _folders(memory_path: str | None) -> list[Path]:
 def _look(folder: Path) -> Left:
     arenas = list(find_arenas(folder.parent, folder.name))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    owner = _owner(folder)
-    if _is_used(folder, arenas):
-        state = "in use"
-    elif owner is None:
-        state = "orphaned"
-    else:
-        newest = newest_whole(arenas)
-        durable = max(committed_steps(DiskTier(owner)), default=-1)
-        state = "spent" if newest is None or newest <= durable else f"holding step {newest}"
+    owner: Path | None = None
+    try:
+        owner = _owner(folder)
+        whole = whole_steps(arenas)
+        if _is_used(folder, arenas):
+            state = "in use"
+        elif not whole:
+            state = "spent"
+        elif owner is None:
+            state = "orphaned"
+        else:
+            newest, durable = whole[0][0], next(flush.sound_steps(DiskTier(owner), folder.name), -1)
+            state = "spent" if newest <= durable else f"holding step {newest}"
+    except (EverstepError, OSError) as error:
+        state = f"unclear: {error}"
     for arena in arenas:
         arena.close()
     return Left(run=folder.name, directory=owner, bytes=size, state=state)
@@ -114,8 +143,10 @@ def give_back(left: Left, memory_path: str | None = None) -> str:
     if _is_used(folder, arenas):
         return "kept: in use"
     done = "removed"
-    if left.directory is not None and newest_whole(arenas) is not None:
-        step = scavenge(DiskTier(left.directory), arenas)
+    if left.state.startswith("unclear") and whole_steps(arenas):
+        return f"kept: {left.state}"
+    if left.directory is not None and whole_steps(arenas):
+        step = scavenge(DiskTier(left.directory), arenas, left.run)
         done = f"step {step} is on disk; removed"
     for arena in arenas:
         arena.close()

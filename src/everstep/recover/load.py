@@ -10,14 +10,14 @@ from __future__ import annotations
 import msgspec
 
 from everstep.errors import Damaged, EverstepError
-from everstep.events import Rejected, Sink
+from everstep.events import Degraded, Rejected, Sink
 from everstep.image import FORMAT
 from everstep.recover.assemble import Checkpoint, Image, view
 from everstep.recover.plan import make_plan, merge, without
 from everstep.recover.survey import ATTEMPTS, Sources
 from everstep.store.manifest import encode
 from everstep.topology import Topology, exchange
-from everstep.types import Attempt, Holding, Plan, Survey
+from everstep.types import Attempt, Holding, Plan, Rejection, Survey
 
 
 class _Report(msgspec.Struct):
@@ -32,18 +32,20 @@ def find(sources: Sources, topology: Topology, emit: Sink) -> tuple[Checkpoint, 
     answers = [msgspec.msgpack.decode(a, type=tuple[str, Survey]) for a in exchange(mine, topology)]
     nodes = {node for node, _ in answers}
     survey = merge([answer for _, answer in answers])
-    had_past = bool(survey.rejections) or any(holding.source == "disk" for holding in survey.holdings)
+    had_past = any(r.certain for r in survey.rejections) or any(h.source == "disk" for h in survey.holdings)
+    told: set[Rejection] = set()
     while True:
         plan = make_plan(survey, nodes)
         if topology.rank == 0:
-            for rejection in plan.rejections:
+            for rejection in (r for r in plan.rejections if r not in told):
                 emit(Rejected(step=rejection.step, source=rejection.source, reason=rejection.reason))
+        told.update(plan.rejections)
         if plan.step is None:
             if had_past:
                 raise _nothing_left(plan)
             return None
         if topology.rank == 0:
-            note_attempt(sources, plan.step)
+            note_attempt(sources, plan.step, emit)
         checkpoint, report = _fetch(sources, plan, topology.rank)
         reports = exchange(msgspec.msgpack.encode(report), topology)
         bad = [pair for answer in reports for pair in msgspec.msgpack.decode(answer, type=_Report).bad]
@@ -82,14 +84,20 @@ def _nothing_left(plan: Plan) -> Damaged:
 # -- readers that did not come back
 
 
-def note_attempt(sources: Sources, step: int, error: str = "") -> None:
+def note_attempt(sources: Sources, step: int, emit: Sink, error: str = "") -> None:
     """Write down that this step is being loaded, before anything can go wrong with it."""
     earlier = next((a for a in sources.attempts() if a.step == step), None)
     count = (earlier.count if earlier else 0) + (0 if error else 1)
     record = Attempt(format=FORMAT, step=step, count=max(1, count), error=error)
-    clear_attempt(sources)
-    sources.tier.put(ATTEMPTS, memoryview(encode(record)))
+    try:
+        sources.tier.delete(ATTEMPTS)
+        sources.tier.put(ATTEMPTS, memoryview(encode(record)))
+    except (EverstepError, OSError) as failure:  # a full disk must not keep anybody from coming back
+        emit(Degraded(what=f"whether loading step {step} goes well is not written down", reason=str(failure)))
 
 
-def clear_attempt(sources: Sources) -> None:
-    sources.tier.delete(ATTEMPTS)
+def clear_attempt(sources: Sources, emit: Sink) -> None:
+    try:
+        sources.tier.delete(ATTEMPTS)
+    except (EverstepError, OSError) as failure:
+        emit(Degraded(what="a finished attempt is still written down", reason=str(failure)))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import xxhash
+
 from everstep import image
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.client import inherited
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import check_chunks, committed_steps, decode, read_commit, read_data, read_part
+from everstep.store.manifest import check_chunks, committed_steps, read_commit, read_data, read_part, read_record
 from everstep.topology import node_name
 from everstep.types import Attempt, Holding, ImageInfo, Rejection, Survey
 
@@ -22,14 +24,16 @@ class Sources:
 
     def __init__(self, directory: Path, run: str, *, memory_path: str | None = None) -> None:
         self.tier, self.run, self.node = DiskTier(directory), run, node_name()
-        self.arenas = list(find_arenas(arena_root(memory_path), run))
+        self._broken: list[str] = []
+        self.arenas = list(find_arenas(arena_root(memory_path), run, self._broken))
         if memory_path is not None:
-            self.arenas += find_arenas(arena_root(None), run)
+            self.arenas += find_arenas(arena_root(None), run, self._broken)
         self.arenas += inherited(run, None)
 
     def survey(self) -> Survey:
         holdings = [holding for arena in self.arenas for holding in self._in_memory(arena)]
-        rejections: list[Rejection] = []
+        rejections = [Rejection(step=0, source="memory", reason=reason) for reason in self._broken]
+        rejections += [rejection for arena in self.arenas for rejection in _torn(arena)]
         for step in committed_steps(self.tier):
             holdings += self._on_disk(step, rejections)
         return Survey(holdings=tuple(holdings), rejections=tuple(rejections), attempts=self.attempts())
@@ -67,9 +71,9 @@ class Sources:
 
     def attempts(self) -> tuple[Attempt, ...]:
         try:
-            return (decode(self.tier.get(ATTEMPTS), Attempt, tier="disk", file=ATTEMPTS),)
-        except (FileNotFoundError, Damaged):
-            return ()
+            return (read_record(self.tier, ATTEMPTS, Attempt),)
+        except (OSError, EverstepError):
+            return ()  # it only says what to offer last, and is written again by whoever loads
 
     def fetch(self, holding: Holding, *, copy: bool = False) -> tuple[image.ImageLayout, ImageInfo, memoryview]:
         """One part's image, every byte of it checked. `copy`: the owner may be alive and may overwrite it."""
@@ -93,6 +97,8 @@ class Sources:
                 continue
             seal, checks = arena.seals()[slot], arena.checks(slot)
             data = memoryview(bytearray(arena.image(slot))) if copy else arena.image(slot)
+            if xxhash.xxh3_64_intdigest(data[: image.header_bytes(data)]) != seal.layout_digest:
+                raise bad("the header is not the one that was sealed")
             if checks is not None:
                 check_chunks(data, checks, CHUNK_BYTES, bad)
             if arena.seals().get(slot) != seal:
@@ -103,3 +109,9 @@ class Sources:
     def close(self) -> None:
         for arena in self.arenas:
             arena.close()
+
+
+def _torn(arena: Arena) -> list[Rejection]:
+    reason = f"arena of rank {arena.rank}: the seal of slot {{}} does not match its checksum"
+    step = arena.live().step
+    return [Rejection(step=step, source="memory", reason=reason.format(slot), certain=False) for slot in arena.torn()]

@@ -49,7 +49,7 @@ class DiskTier:
         data = data.cast("B")
         if self.free_bytes() < len(data) + _SPARE_BYTES:
             raise NotEnoughSpace(str(self.root), len(data), self.free_bytes())
-        with self._failing(f"writing {name}"):
+        with self._failing(f"writing {name}", len(data)):
             self._make_folder(path.parent)
             temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex[:12]}-{path.name}")
             try:
@@ -222,7 +222,7 @@ class DiskTier:
             os.close(descriptor)
 
     @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
+    def _failing(self, what: str, needed_bytes: int = 0) -> Iterator[None]:
         """Name the tier in whatever the operating system complains about."""
         try:
             yield
@@ -230,7 +230,7 @@ class DiskTier:
             raise
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise NotEnoughSpace(str(self.root), 0, self.free_bytes()) from error
+                raise NotEnoughSpace(str(self.root), needed_bytes, self.free_bytes()) from error
             raise TierFailed(error.errno, f"{self.name} failed {what}: {error.strerror}", str(self.root)) from error
 
 

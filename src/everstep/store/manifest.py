@@ -26,6 +26,10 @@ _COMMIT_NAME = re.compile(r"step-(\d{10})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{10})")
 
 
+_MAX_RECORD_BYTES = 256 << 20
+RUN_RECORD = "run.json"
+
+
 class _Format(msgspec.Struct):
     format: int
 
@@ -51,18 +55,63 @@ def encode(record: Record) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(record, digest=xxhash.xxh3_128_hexdigest(body)))
 
 
-def decode(data: bytes | memoryview, kind: type[Record], *, tier: str, file: str) -> Record:
+def decode(
+    data: bytes | memoryview,
+    kind: type[Record],
+    *,
+    tier: str,
+    file: str,
+    step: int | None = None,
+    rank: int | None = None,
+) -> Record:
+    """A record that anybody may have written. `step` and `rank`: whose it should be, for the message."""
     data = bytes(data)
     try:
         version = msgspec.json.decode(data, type=_Format).format
         if version > FORMAT:
-            raise NewerFormat(f"format {version}, and this Everstep reads up to {FORMAT}; upgrade it", file=file)
+            newer = f"format {version}, and this Everstep reads up to {FORMAT}; upgrade it"
+            raise NewerFormat(newer, tier=tier, file=file, step=step, rank=rank)
         record = msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"unreadable record: {error}", tier=tier, file=file) from None
-    if encode(record) != data:
-        raise Damaged("the record does not match its digest", tier=tier, file=file)
+        canonical = encode(record)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise Damaged(f"unreadable record: {error}", tier=tier, file=file, step=step, rank=rank) from None
+    if canonical != data:
+        raise Damaged("the record does not match its digest", tier=tier, file=file, step=step, rank=rank)
     return record
+
+
+def read_record(
+    tier: Tier, file: str, kind: type[Record], *, step: int | None = None, rank: int | None = None
+) -> Record:
+    """Read and check a record. FileNotFoundError if it is not there."""
+    size = tier.size(file)
+    if size > _MAX_RECORD_BYTES:
+        raise Damaged(f"a record of {size} bytes is none of ours", tier=tier.name, file=file, step=step, rank=rank)
+    return decode(tier.get(file), kind, tier=tier.name, file=file, step=step, rank=rank)
+
+
+def run_name(tier: Tier) -> str:
+    """Whose directory this is: run.json says it, and so does every commit, should run.json be lost or damaged.
+
+    FileNotFoundError if neither is there.
+    """
+    try:
+        return read_record(tier, RUN_RECORD, RunRecord).run
+    except NewerFormat:
+        raise
+    except (FileNotFoundError, Damaged):
+        named = set()
+        for step in committed_steps(tier):
+            try:
+                named.add(read_record(tier, commit_name(step), Commit, step=step).run)
+            except (Damaged, OSError):
+                continue
+        if len(named) == 1:
+            return named.pop()
+        if committed_steps(tier):
+            why = f"the commits are of {len(named)} runs" if named else "no commit can be read either"
+            raise Damaged(f"the run's record is lost, and {why}", tier=tier.name, file=RUN_RECORD) from None
+        raise
 
 
 def committed_steps(tier: Tier) -> list[int]:
@@ -75,10 +124,10 @@ def step_folders(tier: Tier) -> list[int]:
 
 def read_commit(tier: Tier, step: int, run: str) -> Commit:
     file = commit_name(step)
-    commit = decode(tier.get(file), Commit, tier=tier.name, file=file)
+    commit = read_record(tier, file, Commit, step=step)
     if (commit.step, commit.run) != (step, run):
         raise Damaged(f"this commit is of step {commit.step} of run {commit.run}", tier=tier.name, file=file, step=step)
-    if sorted(ref.rank for ref in commit.parts) != list(range(commit.world)):
+    if len(commit.parts) != commit.world or {ref.rank for ref in commit.parts} != set(range(commit.world)):
         raise Damaged("the commit does not list every rank once", tier=tier.name, file=file, step=step)
     return commit
 
@@ -87,11 +136,14 @@ def read_part(tier: Tier, commit: Commit, rank: int) -> Part:
     """The manifest of one rank's part, checked against its commit."""
     file = part_name(commit.step, rank)
     try:
-        data = tier.get(file)
+        part = read_record(tier, file, Part, step=commit.step, rank=rank)
     except FileNotFoundError:
         raise Damaged("the manifest is missing", tier=tier.name, file=file, step=commit.step, rank=rank) from None
-    part = decode(data, Part, tier=tier.name, file=file)
-    if part.digest != commit.parts[[ref.rank for ref in commit.parts].index(rank)].digest:
+    committed = next(ref for ref in commit.parts if ref.rank == rank)
+    same = (part.run, part.generation, part.step, part.rank, part.world) == (
+        commit.run, commit.generation, commit.step, rank, commit.world
+    )  # fmt: skip
+    if part.digest != committed.digest or not same:
         raise Damaged("not the manifest that was committed", tier=tier.name, file=file, step=commit.step, rank=rank)
     return part
 
