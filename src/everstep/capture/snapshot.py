@@ -334,14 +334,15 @@ class Capture:
     def _copy(self, shape: Shape, views: Views) -> None:
         with _side(shape.lanes):
             for index, sources in enumerate(shape.sources):
-                lane = shape.lanes.get(sources[0].device)
-                if lane is not None:
+                lane, event = shape.lanes.get(sources[0].device), shape.events[index]
+                gathered = shape.gathered.get(index)
+                if lane is not None and gathered is None:
                     lane.begin()
-                torch._foreach_copy_(shape.gathered.get(index, views.buckets[index]), sources, non_blocking=True)
-                event = shape.events[index]
+                torch._foreach_copy_(gathered or views.buckets[index], sources, non_blocking=True)
+                if lane is not None and gathered is None:
+                    lane.end()
                 if lane is not None and event is not None:
                     event.record(lane.stream)
-                    lane.end()
                 self._advance(index + 1)
             for device, runs in shape.runs.items():
                 for target, source in (pair for run in runs for pair in run.chunks(views.flat)):
