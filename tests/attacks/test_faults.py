@@ -37,6 +37,8 @@ from everstep.errors import EverstepError, Mismatch, NotEnoughMemory, RunHeld, U
 from everstep.events import Arena as ArenaMade
 from everstep.events import Degraded, Event, KeeperEnded, Rejected, Scavenged, Started, read_events
 from everstep.keeper.client import keeper_pid
+from everstep.keeper.keeper import Keeper
+from everstep.keeper.protocol import Attach, Bye, Channel, Hello, Trouble, Welcome
 from everstep.keeper.scavenge import whole_steps
 from everstep.topology import process_alive
 
@@ -149,6 +151,27 @@ def test_training_goes_on_while_the_disk_refuses_and_the_step_is_written_once_it
         assert committed(directory)[-1] == STEPS and 4 in committed(directory)
         assert not list(directory.rglob(".tmp-*")), "half-written files were left"
         assert everstep.open(directory).verify()
+
+
+def test_whoever_waits_is_told_at_once_however_often_the_disk_has_refused() -> None:
+    def life() -> dict[str, Any]:
+        refusal = Refusal(directory, errno.ENOSPC)
+        took: list[float] = []
+
+        def ask(run: everstep.Run) -> None:
+            refusal.on = True
+            for _ in range(6):
+                began = time.monotonic()
+                with pytest.raises(EverstepError):
+                    run.wait("durable")
+                took.append(time.monotonic() - began)
+            refusal.on = False
+
+        train_tiny(directory, at(3, ask), tiers=SELDOM)
+        return {"took": took}
+
+    with run_directory() as directory:
+        assert sum(must_finish(life)["took"]) < 10  # with pauses that double it would be half a minute
 
 
 def test_a_run_that_ends_on_a_full_disk_says_so_and_its_memory_still_has_the_last_step() -> None:
@@ -595,6 +618,28 @@ def test_a_keeper_that_hears_nonsense_goes_on_keeping() -> None:
     with run_directory() as directory:
         assert must_finish(life)["digest"] == undisturbed()
         until(lambda: keeper_pid(run_of(directory)) is None)
+
+
+def test_a_message_that_comes_to_nothing_is_answered_and_the_keeper_lives(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    events: list[Event] = []
+    keeper = threading.Thread(target=Keeper(tmp_path, events.append, inline=True).serve, args=(None, [Channel(theirs)]))
+    keeper.start()
+    trainer = Channel(ours)
+    trainer.send(
+        Hello(
+            rank=0, world=1, local=1, pid=os.getpid(), run="0" * 32, directory=str(tmp_path), generation="1",
+            resumed_from=None, every_steps=None, every_s=None, every_capture=False, keep_last=1, keep_every=None,
+            linger_s=0.0, torch="",
+        )
+    )  # fmt: skip
+    assert isinstance(trainer.receive()[0], Welcome)  # type: ignore[index]
+    trainer.send(Attach(place="nowhere"))  # without the descriptors that it announces
+    assert isinstance(trainer.receive()[0], Trouble)  # type: ignore[index]
+    assert keeper.is_alive() and any(isinstance(event, Degraded) for event in events)
+    trainer.send(Bye(final=True))
+    keeper.join(10)
+    assert not keeper.is_alive()
 
 
 def test_memory_is_not_given_up_for_a_copy_on_disk_that_is_damaged() -> None:
