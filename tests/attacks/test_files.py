@@ -541,6 +541,33 @@ def test_a_commit_that_lists_fewer_ranks_is_not_believed(tmp_path: Path) -> None
         assert cli("verify", tmp_path)[0] == 4
 
 
+def vouch(directory: Path, step: int, rank: int) -> None:
+    """Make a step's commit vouch for whatever manifest lies there now."""
+    path = step_file(directory, step, "commit")
+    commit = decode(path.read_bytes(), Commit, tier="disk", file=path.name)
+    part = json.loads(step_file(directory, step, "part", rank).read_bytes())
+    parts = [msgspec.structs.replace(p, digest=part["digest"]) if p.rank == rank else p for p in commit.parts]
+    path.write_bytes(encode(msgspec.structs.replace(commit, parts=tuple(parts))))
+
+
+def test_one_ranks_part_of_an_older_step_is_not_mixed_in_even_if_the_commit_vouches_for_it(tmp_path: Path) -> None:
+    write_pair(tmp_path, [1, 2])
+    for kind in ("part", "data"):
+        shutil.copy(step_file(tmp_path, 1, kind, 1), step_file(tmp_path, 2, kind, 1))
+    vouch(tmp_path, 2, 1)
+    assert everstep.open(tmp_path).plan().step == 1
+    with pytest.raises(Damaged):
+        everstep.open(tmp_path).load(2)
+
+
+def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_committed(tmp_path: Path) -> None:
+    write_pair(tmp_path, [1, 2])
+    forge(step_file(tmp_path, 2, "part", 1), cut_time=3.0)
+    assert everstep.open(tmp_path).plan().step == 1
+    vouch(tmp_path, 2, 1)
+    assert everstep.open(tmp_path).plan().step == 2, "only its digest was wrong"
+
+
 # -- what is deleted, and what never
 
 
@@ -571,7 +598,9 @@ def test_retention_in_mid_run_does_not_count_foreign_and_damaged_commits(run: Pa
 # -- memory
 
 
-def killed_with_memory(directory: Path, memory: Path | None = None) -> dict[int, tuple[Arena, int]]:
+def killed_with_memory(
+    directory: Path, memory: Path | None = None, *, checked: bool = True
+) -> dict[int, tuple[Arena, int]]:
     """A life killed in step 6, with steps 4 and 5 checksummed in memory and step 2 on disk; slots by step."""
     path = str(memory) if memory else None
 
@@ -579,13 +608,14 @@ def killed_with_memory(directory: Path, memory: Path | None = None) -> dict[int,
         def die(run: everstep.Run) -> None:
             if run.step == 2:
                 run.wait("durable")
-            if run.step >= 3:
+            if run.step >= 3 and checked:
                 run.wait("sealed")
                 arena = run._capture.arena()
                 from everstep.keeper.keeper import check_newest
 
                 check_newest(arena, lambda: False)
             if run.step == 5:
+                run.wait("sealed")
                 os.kill(os.getpid(), 9)
 
         return train_tiny(directory, die, tiers=[Disk(every=100), Memory(path=path)])
@@ -613,6 +643,21 @@ def test_a_flipped_bit_in_shared_memory_is_found_and_the_step_before_it_taken() 
             assert result["resumed_from"] == newest - 1
             assert result["digest"] == digest_of(LAST)
             assert any(isinstance(e, Rejected) and e.step == newest for e in read_events(directory))
+
+
+def test_a_flipped_bit_in_the_header_of_a_slot_is_found_before_it_has_checksums() -> None:
+    """The bytes of tensors have none until the keeper, or the next life, has made them; what they mean always has."""
+    with run_directory() as directory:
+        slots = killed_with_memory(directory, checked=False)
+        arena, slot = slots[max(slots)]
+        arena.set_checks(slot, 0, (0,))
+        header = bytes(arena.image(slot)[:4096])
+        for offset in range(0, len(header), 61):
+            arena.slots[slot][offset] ^= 1 << (offset % 8)
+            plan = everstep.open(directory).plan()
+            assert plan.step == max(slots) - 1, offset
+            arena.slots[slot][offset] ^= 1 << (offset % 8)
+        assert everstep.open(directory).plan().step == max(slots)
 
 
 def test_a_flipped_bit_in_memory_is_not_written_to_disk_under_new_checksums(tmp_path: Path) -> None:
@@ -647,7 +692,9 @@ def test_every_byte_of_the_control_page_is_checked_or_harmless() -> None:
         control.write_bytes(whole)
 
 
-@pytest.mark.parametrize("what", ["header", "seal", "cut off", "empty", "no slot", "short slot", "foreign"])
+@pytest.mark.parametrize(
+    "what", ["header", "seal", "cut off", "cut short", "empty", "no slot", "short slot", "foreign"]
+)
 def test_a_broken_arena_is_reported_and_the_disk_takes_over(what: str) -> None:
     with run_directory() as directory:
         slots = killed_with_memory(directory)
@@ -662,6 +709,8 @@ def test_a_broken_arena_is_reported_and_the_disk_takes_over(what: str) -> None:
                     arena.control[512 + 128 * i + 8] ^= 1
             case "cut off":
                 os.truncate(control, 5000)
+            case "cut short":
+                os.truncate(control, 50)
             case "empty":
                 os.truncate(control, 0)
             case "no slot":
