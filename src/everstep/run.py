@@ -333,7 +333,7 @@ class Run:
         for difference in differing:
             self._emit(Degraded(what="loaded with strict=False", reason=difference))
         self.step = self.resumed_from = checkpoint.step
-        self._finished = self._had_finished = bool(checkpoint.extras["finished"])
+        self._finished = self._had_finished = self._is_finished(checkpoint.extras["finished_at"])
         self._random = checkpoint.extras["random"] if checkpoint.own else None
         if self._random is not None:
             trees.set_random_state(self._random)
@@ -341,6 +341,11 @@ class Run:
         if self._place.rank == 0:
             clear_attempt(sources, self._emit)
         return " and ".join(sorted({part.source for part in plan.parts}, reverse=True))
+
+    def _is_finished(self, limits: list[int | None] | None) -> bool:
+        """Whether the run had come to its end, unless it may now go further. If one rank had, all have."""
+        mine = limits == [self.settings.epochs, self.settings.steps]
+        return b"1" in topology.exchange(b"1" if mine else b"0", self._place)
 
     # -- the loop
 
@@ -403,7 +408,7 @@ class Run:
         return {
             **self._state.tree(),
             "step": self.step,
-            "finished": self._finished,
+            "finished_at": [self.settings.epochs, self.settings.steps] if self._finished else None,
             "position": self._feed.position() if self._feed is not None else None,
             "random": trees.random_state(),
         }
