@@ -691,9 +691,11 @@ def test_gc_leaves_a_living_run_alone_and_removes_the_memory_of_a_deleted_one(tm
         assert must_finish(lambda: train_tiny(directory, at(3, look), tiers=tiers))["digest"] == undisturbed()
     with run_directory() as directory:
         assert live(lambda: train_tiny(directory, at(4, die), tiers=tiers)).killed
+        name = run_of(directory)
         shutil.rmtree(directory)
-        assert list(gc(tmp_path).values()) == ["removed"]
+        assert gc(tmp_path) == {name: "removed"}
         assert not list(arena_root(str(tmp_path)).iterdir())
+        assert not (arena_root(None) / name).exists()
 
 
 def test_gc_saves_a_step_from_an_arena_that_the_state_had_outgrown(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.errors import Damaged, EverstepError
 from everstep.keeper import flush
-from everstep.keeper.protocol import connect
+from everstep.keeper.protocol import connect, find_runtime_folder, leave
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, run_name
 from everstep.topology import process_alive
@@ -151,4 +151,5 @@ def give_back(left: Left, memory_path: str | None = None) -> str:
     for arena in arenas:
         arena.close()
     shutil.rmtree(folder, ignore_errors=True)
+    leave(find_runtime_folder(left.run))  # where the socket was, if that is elsewhere
     return done
