@@ -7,8 +7,6 @@ each time the loop asks for the next batch after an optimizer has stepped, a cut
 from __future__ import annotations
 
 import atexit
-import errno
-import fcntl
 import os
 import signal
 import sys
@@ -27,25 +25,20 @@ from torch import nn
 from everstep import topology
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
-from everstep.capture.layout import Subjects
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
-from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, settings
-from everstep.errors import BadConfig, EverstepError, Mismatch, RunHeld, TierFailed
-from everstep.events import Degraded, EventLog, Finished, Sink, Started, Stopping
-from everstep.image import FORMAT
+from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, seconds, settings
+from everstep.errors import BadConfig, EverstepError, Mismatch
+from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.protocol import Hello, runtime_folder
-from everstep.keeper.scavenge import DIRECTORY
-from everstep.recover.assemble import Checkpoint, apply, check
+from everstep.keeper.scavenge import sign
 from everstep.recover.load import clear_attempt, find, note_attempt
+from everstep.recover.state import State, is_stateful
 from everstep.recover.survey import Sources
-from everstep.store.disk import DiskTier
-from everstep.store.manifest import RUN_RECORD, encode, read_record, run_name
-from everstep.topology import Topology
-from everstep.types import Level, RunRecord
+from everstep.store import claim
+from everstep.types import Level
 
-_LOCK_PATIENCE_S = 5.0
 _GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
 
 
@@ -78,13 +71,11 @@ def guard(
     (as often as the disk takes them). keep: how many checkpoints stay on disk, or Keep(last=, every=).
     linger: how long the keeper holds memory for a restart after the trainers are gone.
     """
-    from everstep.config import seconds
-
     chosen = settings(
         dir, lose_at_most=lose_at_most, strategy=strategy, tiers=tiers, keep=keep, mode=mode, strict=strict,
         epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
     )  # fmt: skip
-    state = _State(
+    state = State(
         models=_as_list(model, nn.Module, "model"),
         optimizers=_as_list(optimizer, torch.optim.Optimizer, "optimizer"),
         schedulers=_stateful_list(scheduler, "scheduler"),
@@ -104,147 +95,15 @@ def _as_list(value: Any, kind: type, name: str) -> list[Any]:
 def _stateful_list(value: Any, name: str) -> list[Any]:
     items = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for item in items:
-        if not _is_stateful(item):
+        if not is_stateful(item):
             raise BadConfig(f"{name} must have state_dict() and load_state_dict(), and {item!r} has not")
     return items
-
-
-def _is_stateful(value: object) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-class _State:
-    """All that a checkpoint holds, apart from the data position: how it is taken, and how it is put back."""
-
-    def __init__(
-        self,
-        *,
-        models: list[nn.Module],
-        optimizers: list[torch.optim.Optimizer],
-        schedulers: list[Any],
-        scaler: Any,
-        extra: Any,
-    ) -> None:
-        if extra is not None and not isinstance(extra, Mapping):
-            raise BadConfig(f"extra must be a dict of names to objects or values, not {type(extra).__name__}")
-        for one in optimizers:
-            if type(one).__name__ == "ZeroRedundancyOptimizer":
-                raise BadConfig("ZeroRedundancyOptimizer shards its state, which is not supported yet")
-        self.schedulers, self.scaler = schedulers, scaler
-        self.extra: Any = extra if extra is not None else {}
-        modules = {key: value for key, value in self.extra.items() if isinstance(value, nn.Module)}
-        self.subjects = Subjects(models=models, optimizers=optimizers, scaler=scaler, modules=modules)
-        self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
-        self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
-        trees.encode(self.tree(), "state")
-
-    def tree(self) -> dict[str, Any]:
-        return {
-            "optimizers": [
-                {
-                    "groups": [
-                        {k: v for k, v in group.items() if k != "params" and not _on_device(v)}
-                        for group in optimizer.param_groups
-                    ],
-                    **self._odd_state(index),
-                }
-                for index, optimizer in enumerate(self.subjects.optimizers)
-            ],
-            "schedulers": [one.state_dict() for one in self.schedulers],
-            "scaler": self._scaler_scalars(),
-            "extra": {
-                key: {"state": value.state_dict()} if _is_stateful(value) else {"value": value}
-                for key, value in self.extra.items()
-                if not isinstance(value, nn.Module)
-            },
-        }
-
-    def _odd_state(self, index: int) -> dict[str, Any]:
-        """An optimizer's state that is not a tensor of a parameter. Who has any is asked again only if state grew."""
-        state = self.subjects.optimizers[index].state
-        try:
-            size = sum(map(len, state.values()), len(state))
-        except TypeError:
-            size = -1  # something under a name of its own that has no length
-        known, plain, shared = self._odd.get(index, (None, {}, []))
-        if size != known or size < 0:
-            names = self.subjects.names()
-            shared = [key for key in state if not isinstance(key, torch.Tensor)]
-            plain = {
-                names[id(key)]: key
-                for key in state
-                if isinstance(key, torch.Tensor) and not all(map(torch.is_tensor, state[key].values()))
-            }
-            self._odd[index] = (size, plain, shared)
-        return {
-            "plain": {
-                name: {key: value for key, value in state[parameter].items() if not torch.is_tensor(value)}
-                for name, parameter in plain.items()
-            },
-            "shared": {key: state[key] for key in shared},
-        }
-
-    def _scaler_scalars(self) -> dict[str, float] | None:
-        """A GradScaler's constants; its scale and growth counter are tensors and travel with the others."""
-        if self.scaler is None or not self.scaler.is_enabled():
-            return None
-        return {
-            "growth_factor": self.scaler.get_growth_factor(),
-            "backoff_factor": self.scaler.get_backoff_factor(),
-            "growth_interval": self.scaler.get_growth_interval(),
-            "init_scale": self.scaler._init_scale,
-        }
-
-    def restore(self, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
-        found = check(checkpoint, self.subjects, strict=strict)
-        tree = checkpoint.extras
-        if strict and len(tree["schedulers"]) != len(self.schedulers):
-            raise Mismatch(f"{len(tree['schedulers'])} schedulers were saved and there are {len(self.schedulers)}")
-        apply(checkpoint, self.subjects)
-        for one, saved in zip(self.schedulers, tree["schedulers"], strict=False):
-            one.load_state_dict(saved)
-        if self.scaler is not None and tree["scaler"] is not None:
-            scalars = dict(tree["scaler"])
-            scale = scalars.pop("init_scale")
-            tracked = "scaler._scale" in checkpoint.pieces
-            scalars["scale"] = float(checkpoint.tensor("scaler._scale")) if tracked else scale
-            scalars["_growth_tracker"] = int(checkpoint.tensor("scaler._growth_tracker")) if tracked else 0
-            self.scaler.load_state_dict(scalars)
-        for key, saved in tree["extra"].items():
-            if key not in self.extra:
-                if strict:
-                    raise Mismatch(f"extra[{key!r}] was saved and is not given now")
-                continue
-            if "state" in saved:
-                self.extra[key].load_state_dict(saved["state"])
-            else:
-                _put_back(self.extra, key, saved["value"])
-        return found
-
-
-def _put_back(holder: Any, key: str, value: Any) -> None:
-    """Restore a plain value, in place where others may hold it."""
-    old = holder[key]
-    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
-        with torch.no_grad():
-            old.copy_(value)
-    elif isinstance(old, dict) and isinstance(value, dict):
-        old.clear()
-        old.update(value)
-    elif isinstance(old, list) and isinstance(value, list):
-        old[:] = value
-    else:
-        holder[key] = value
-
-
-def _on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda
 
 
 class Run:
     """A guarded training run. Iterate it for batches, or call done() after each step."""
 
-    def __init__(self, state: _State, loader: Any, chosen: Settings) -> None:
+    def __init__(self, state: State, loader: Any, chosen: Settings) -> None:
         self.settings = chosen
         self.step = 0
         self.resumed_from: int | None = None
@@ -261,12 +120,12 @@ class Run:
         self._is_leaving = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
-        _make(chosen.directory)
+        claim.make(chosen.directory)
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
-        self._lock = _hold(chosen.directory, self._place)
-        self._run = _identity(chosen.directory, self._place, self._emit)
+        self._lock = claim.hold(chosen.directory, self._place)
+        self._run = claim.identity(chosen.directory, self._place, self._emit)
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
-            _sign(folder / DIRECTORY, chosen.directory, self._emit)
+            sign(folder, chosen.directory, self._emit)
         source = self._restore()
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
@@ -579,116 +438,3 @@ def _let_be_a_child(run: Run | None, old: Mapping[int, Any]) -> None:
     if run is not None and not run._closed:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, old[signal.SIGTERM])
-
-
-# -- the directory
-
-
-def _hold(directory: Path, place: Topology) -> int | None:
-    """Take the run for this job: rank 0 holds a lock that the kernel releases when it dies. All ranks hear of it."""
-    lock, holder = None, b""
-    if place.rank == 0:
-        path = directory / "holder"
-        me = f"{os.getpid()} {place.node}".encode()
-        if _has_open(path):
-            holder = me  # the kernel's lock keeps out other processes only
-        else:
-            lock, holder = _lock(path)
-            if not holder:
-                try:
-                    os.ftruncate(lock, 0)
-                    os.pwrite(lock, me, 0)
-                except OSError:
-                    pass  # a full disk: the lock holds, only its holder's name is not to be had
-    holder = topology.exchange(holder, place)[0]
-    if holder:
-        pid, _, host = holder.decode(errors="replace").partition(" ")
-        raise RunHeld(str(directory), int(pid) if pid.isdigit() else 0, host)
-    return lock
-
-
-def _lock(path: Path) -> tuple[int, bytes]:
-    """The lock, and who has it if it is not ours. It goes with the process; a loader's workers do not inherit it."""
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise TierFailed(error.errno, f"a run must be able to write to its directory: {error.strerror}", path) from None
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock, b""
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise TierFailed(error.errno, f"the directory cannot be locked: {error.strerror}", path) from None
-        if time.monotonic() > deadline:
-            holder = os.pread(lock, 200, 0) or b"0 unknown"
-            os.close(lock)
-            return -1, holder
-        time.sleep(0.1)
-
-
-def _has_open(path: Path) -> bool:
-    """Whether a run of this very process is in this directory."""
-    try:
-        wanted = path.stat()
-    except OSError:
-        return False
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.path.samestat(os.fstat(int(name)), wanted):
-                return True
-        except OSError:
-            continue  # it was the one that listed them
-    return False
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TierFailed(error.errno, f"the run's directory cannot be made: {error.strerror}", directory) from None
-
-
-def _identity(directory: Path, place: Topology, emit: Sink) -> str:
-    """The run's name, made by rank 0 on the first day."""
-    name, failure = b"", None
-    if place.rank == 0:
-        try:
-            name = _name(DiskTier(directory), emit).encode()
-        except EverstepError as error:
-            failure = error
-    name = topology.exchange(name, place)[0]
-    if failure is not None:
-        raise failure
-    if not name:
-        raise EverstepError(f"rank 0 cannot use {directory}; see its message")
-    return name.decode()
-
-
-def _name(tier: DiskTier, emit: Sink) -> str:
-    is_new = False
-    try:
-        name = run_name(tier)
-    except FileNotFoundError:
-        name, is_new = uuid.uuid4().hex, True
-    try:
-        read_record(tier, RUN_RECORD, RunRecord)
-    except (OSError, EverstepError) as error:
-        if not is_new:
-            emit(Degraded(what=f"{RUN_RECORD} was made anew from the commits", reason=str(error)))
-        tier.delete(RUN_RECORD)
-        tier.put(RUN_RECORD, memoryview(encode(RunRecord(format=FORMAT, run=name, created_time=time.time()))))
-    return name
-
-
-def _sign(path: Path, directory: Path, emit: Sink) -> None:
-    """Say beside the memory where its disk is, so that gc can save what only memory holds."""
-    said = os.fsencode(directory)
-    try:
-        if not path.exists() or path.read_bytes() != said:
-            temporary = path.with_name(f".{path.name}-{os.getpid()}")
-            temporary.write_bytes(said)
-            os.replace(temporary, path)
-    except OSError as error:
-        emit(Degraded(what="gc cannot know whose memory this is", reason=str(error)))

@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Memory, topology
-from everstep import run as door
 from everstep.capture import arena as arenas
 from everstep.capture import snapshot
 from everstep.capture.arena import Arena, arena_root, find_arenas
@@ -40,6 +39,7 @@ from everstep.keeper.client import keeper_pid
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.protocol import Attach, Bye, Channel, Hello, Trouble, Welcome
 from everstep.keeper.scavenge import whole_steps
+from everstep.store import claim
 from everstep.topology import process_alive
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -301,7 +301,7 @@ def test_too_little_memory_of_any_kind_is_an_error_with_numbers_and_advice(path:
 
 def test_a_second_run_on_one_directory_is_refused_with_the_holders_pid_and_host() -> None:
     def second() -> dict[str, Any]:
-        door._LOCK_PATIENCE_S = 0.2
+        claim._LOCK_PATIENCE_S = 0.2
         try:
             train_tiny(directory)
         except RunHeld as error:
@@ -349,7 +349,7 @@ def test_a_second_run_in_the_same_process_is_refused_too() -> None:
 
 def test_the_workers_of_a_loader_do_not_hold_the_run_of_a_killed_trainer() -> None:
     def life() -> dict[str, Any]:
-        door._LOCK_PATIENCE_S = 0.2
+        claim._LOCK_PATIENCE_S = 0.2
         torch.manual_seed(0)
         model = nn.Linear(8, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,0 +1,146 @@
+"""All that a checkpoint holds, apart from the data position: how it is taken, and how it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.capture import extras as trees
+from everstep.capture.layout import Subjects
+from everstep.errors import BadConfig, Mismatch
+from everstep.recover.assemble import Checkpoint, apply, check
+
+
+class State:
+    """The objects that were given to guard(), as one tree of values beside the listed tensors."""
+
+    def __init__(
+        self,
+        *,
+        models: list[nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        schedulers: list[Any],
+        scaler: Any,
+        extra: Any,
+    ) -> None:
+        if extra is not None and not isinstance(extra, Mapping):
+            raise BadConfig(f"extra must be a dict of names to objects or values, not {type(extra).__name__}")
+        for one in optimizers:
+            if type(one).__name__ == "ZeroRedundancyOptimizer":
+                raise BadConfig("ZeroRedundancyOptimizer shards its state, which is not supported yet")
+        self.schedulers, self.scaler = schedulers, scaler
+        self.extra: Any = extra if extra is not None else {}
+        modules = {key: value for key, value in self.extra.items() if isinstance(value, nn.Module)}
+        self.subjects = Subjects(models=models, optimizers=optimizers, scaler=scaler, modules=modules)
+        self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
+        self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
+        trees.encode(self.tree(), "state")
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            "optimizers": [
+                {
+                    "groups": [
+                        {k: v for k, v in group.items() if k != "params" and not _on_device(v)}
+                        for group in optimizer.param_groups
+                    ],
+                    **self._odd_state(index),
+                }
+                for index, optimizer in enumerate(self.subjects.optimizers)
+            ],
+            "schedulers": [one.state_dict() for one in self.schedulers],
+            "scaler": self._scaler_scalars(),
+            "extra": {
+                key: {"state": value.state_dict()} if is_stateful(value) else {"value": value}
+                for key, value in self.extra.items()
+                if not isinstance(value, nn.Module)
+            },
+        }
+
+    def _odd_state(self, index: int) -> dict[str, Any]:
+        """An optimizer's state that is not a tensor of a parameter. Who has any is asked again only if state grew."""
+        state = self.subjects.optimizers[index].state
+        try:
+            size = sum(map(len, state.values()), len(state))
+        except TypeError:
+            size = -1  # something under a name of its own that has no length
+        known, plain, shared = self._odd.get(index, (None, {}, []))
+        if size != known or size < 0:
+            names = self.subjects.names()
+            shared = [key for key in state if not isinstance(key, torch.Tensor)]
+            plain = {
+                names[id(key)]: key
+                for key in state
+                if isinstance(key, torch.Tensor) and not all(map(torch.is_tensor, state[key].values()))
+            }
+            self._odd[index] = (size, plain, shared)
+        return {
+            "plain": {
+                name: {key: value for key, value in state[parameter].items() if not torch.is_tensor(value)}
+                for name, parameter in plain.items()
+            },
+            "shared": {key: state[key] for key in shared},
+        }
+
+    def _scaler_scalars(self) -> dict[str, float] | None:
+        """A GradScaler's constants; its scale and growth counter are tensors and travel with the others."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        return {
+            "growth_factor": self.scaler.get_growth_factor(),
+            "backoff_factor": self.scaler.get_backoff_factor(),
+            "growth_interval": self.scaler.get_growth_interval(),
+            "init_scale": self.scaler._init_scale,
+        }
+
+    def restore(self, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
+        found = check(checkpoint, self.subjects, strict=strict)
+        tree = checkpoint.extras
+        if strict and len(tree["schedulers"]) != len(self.schedulers):
+            raise Mismatch(f"{len(tree['schedulers'])} schedulers were saved and there are {len(self.schedulers)}")
+        apply(checkpoint, self.subjects)
+        for one, saved in zip(self.schedulers, tree["schedulers"], strict=False):
+            one.load_state_dict(saved)
+        if self.scaler is not None and tree["scaler"] is not None:
+            scalars = dict(tree["scaler"])
+            scale = scalars.pop("init_scale")
+            tracked = "scaler._scale" in checkpoint.pieces
+            scalars["scale"] = float(checkpoint.tensor("scaler._scale")) if tracked else scale
+            scalars["_growth_tracker"] = int(checkpoint.tensor("scaler._growth_tracker")) if tracked else 0
+            self.scaler.load_state_dict(scalars)
+        for key, saved in tree["extra"].items():
+            if key not in self.extra:
+                if strict:
+                    raise Mismatch(f"extra[{key!r}] was saved and is not given now")
+                continue
+            if "state" in saved:
+                self.extra[key].load_state_dict(saved["state"])
+            else:
+                _put_back(self.extra, key, saved["value"])
+        return found
+
+
+def _put_back(holder: Any, key: str, value: Any) -> None:
+    """Restore a plain value, in place where others may hold it."""
+    old = holder[key]
+    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
+        with torch.no_grad():
+            old.copy_(value)
+    elif isinstance(old, dict) and isinstance(value, dict):
+        old.clear()
+        old.update(value)
+    elif isinstance(old, list) and isinstance(value, list):
+        old[:] = value
+    else:
+        holder[key] = value
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
