@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.keeper import process
 from everstep.store.disk import DiskTier
 
 STEPS = 6
@@ -152,6 +153,21 @@ class Countdown:
     def install(self) -> None:
         DiskTier.before = staticmethod(self)  # type: ignore[assignment]
         Arena.before = staticmethod(self)  # type: ignore[assignment]
+
+
+def fork_keeper(run: str, directory: Path, before: Callable[[], None] = lambda: None) -> None:
+    """Stands in for keeper.process.start: the keeper is forked from here, with whatever the test has changed."""
+    child = os.fork()
+    if child == 0:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(nowhere, standard)  # it may outlive the test, and must not hold its pipes
+        try:
+            before()
+            process.main(run, directory)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
 
 
 def cuts_made(directory: Path) -> int:

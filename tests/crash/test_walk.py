@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from everstep import Disk
-from everstep.keeper import client, process
+from everstep.keeper import client
 from everstep.store.disk import DiskTier
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import STEPS, Countdown, cuts_made, forget_memory, live, must_finish, run_directory, train_tiny
+from lives import STEPS, Countdown, cuts_made, forget_memory, fork_keeper, live, must_finish, run_directory, train_tiny
 
 STRIDE = 4  # the walk is split into this many tests, for the workers
 OFTEN = [Disk(every=1)]
@@ -78,18 +78,14 @@ def test_killed_again_before_every_operation_of_the_recovery(first: int) -> None
 
 
 def start_doomed(operation: int, marker: Path, run: str, directory: Path) -> None:
-    """Stands in for keeper.process.start: the first keeper dies before its n-th operation, later ones live."""
-    child = os.fork()
-    if child == 0:
+    """The first keeper dies before its n-th operation, later ones live."""
+
+    def doom() -> None:
         if not marker.exists():
             marker.touch()
             DiskTier.before = staticmethod(Countdown(operation))  # type: ignore[assignment]
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for standard in range(3):
-            os.dup2(nowhere, standard)  # it may outlive the test, and must not hold its pipes
-        process.main(run, directory)
-        os._exit(0)
-    os.waitpid(child, 0)
+
+    fork_keeper(run, directory, doom)
 
 
 def life_with_doomed_keeper(directory: Path, operation: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ import mmap
 import os
 import shutil
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -282,8 +283,8 @@ class Arena:
 
 
 def arena_root(path: str | None) -> Path:
-    """The private directory of this user's arenas."""
-    base = Path(path) if path else SHARED_MEMORY
+    """The private directory of this user's arenas, sockets and locks; without shared memory, of the latter only."""
+    base = Path(path) if path else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if not base.is_dir():
         raise BadConfig(f"Memory(path={str(base)!r}) is not a directory")
     return base / f"everstep-{os.getuid()}"

@@ -262,6 +262,11 @@ class Capture:
             return self._use(fitting[0])
         slots = self._settings.memory.slots or (3 if self._topology.world == 1 else 4)
         root = choose_place(self._settings.memory.path, slots * layout.total_bytes, slots)
+        if root is None and self._settings.keeper == "inline":
+            reason = (
+                "shared memory is too small, and an inline keeper cannot hold the arena for it; use keeper='process'"
+            )
+            self._emit(Degraded(what="captures die with this process", reason=reason))
         arena = Arena.create(
             root, run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout, slots=slots
         )  # fmt: skip

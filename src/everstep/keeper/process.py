@@ -13,7 +13,7 @@ from pathlib import Path
 from everstep.errors import KeeperLost
 from everstep.events import EventLog, KeeperEnded, KeeperStarted
 from everstep.keeper.keeper import Keeper
-from everstep.keeper.protocol import leave, runtime_folder
+from everstep.keeper.protocol import leave, runtime_folder, socket_address
 from everstep.topology import node_name
 
 _NICENESS = 10
@@ -44,7 +44,8 @@ def main(run: str, directory: Path) -> None:
     path = folder / "keeper.sock"
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
+    with socket_address(folder) as address:
+        listener.bind(address)
     path.chmod(0o600)
     listener.listen(64)
     if os.fork():

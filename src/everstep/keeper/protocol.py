@@ -10,11 +10,13 @@ import array
 import os
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from everstep.capture.arena import SHARED_MEMORY, arena_root, open_root
+from everstep.capture.arena import arena_root, open_root
 from everstep.errors import KeeperLost
 
 _MAX_MESSAGE = 64 << 10
@@ -162,8 +164,7 @@ class Channel:
 
 def runtime_folder(run: str, path: str | None = None) -> Path:
     """The private directory of a run on this node: the keeper's socket and lock. `path`: that of arenas elsewhere."""
-    base = path or (None if SHARED_MEMORY.is_dir() else "/tmp")
-    folder = open_root(base) / run
+    folder = open_root(path) / run
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -176,15 +177,25 @@ def leave(folder: Path) -> None:
 
 def find_runtime_folder(run: str) -> Path:
     """The same for readers, who make nothing."""
-    return arena_root(None if SHARED_MEMORY.is_dir() else "/tmp") / run
+    return arena_root(None) / run
+
+
+@contextmanager
+def socket_address(folder: Path) -> Iterator[str]:
+    """The address of the keeper's socket, however long its folder's name: the kernel takes only some hundred letters."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/keeper.sock"
+    finally:
+        os.close(descriptor)
 
 
 def connect(run: str) -> Channel | None:
     """A channel to the keeper of a run on this node, if there is one."""
-    path = find_runtime_folder(run) / "keeper.sock"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.connect(os.fspath(path))
+        with socket_address(find_runtime_folder(run)) as address:
+            connection.connect(address)
     except OSError:
         connection.close()
         return None
