@@ -1,0 +1,139 @@
+"""FORMAT.md is true: its tables are compared with the code, and its offsets with the bytes of a real arena."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+import xxhash
+
+from everstep import image, types
+from everstep.capture import arena as arenas
+from everstep.capture import extras
+from everstep.capture.arena import Arena
+
+TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
+RECORDS = [
+    types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.ImageInfo,
+    types.OptimizerInfo,
+]  # fmt: skip
+TYPES = {"IntType": "integer", "StrType": "string", "FloatType": "number", "BoolType": "boolean", "DictType": "object"}
+
+
+def table(after: str) -> list[list[str]]:
+    """The rows of the first checked table after a text, without code quotes."""
+    checked = TEXT.index("*checked*", TEXT.index(after))
+    lines = TEXT[TEXT.index("\n|", checked) + 1 :].split("\n\n", 1)[0].splitlines()
+    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+    assert set(rows[1][0]) <= set("-:"), f"no table after {after!r}"
+    return rows[2:]
+
+
+def heading(record: type) -> str:
+    """Where a record is described: under a heading that names it."""
+    found = re.search(rf"^### (.*: )?{record.__name__}\b.*$", TEXT, re.MULTILINE)
+    assert found is not None, f"{record.__name__} is not described"
+    return found[0]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_every_field_of_a_record_is_described_in_its_order(record: type[msgspec.Struct]) -> None:
+    rows = table(heading(record))
+    fields = msgspec.structs.fields(record)
+    assert [row[0] for row in rows] == [field.name for field in fields]
+    for row, field in zip(rows, fields, strict=True):
+        kind = type(msgspec.inspect.type_info(field.type)).__name__
+        assert row[1].startswith(TYPES.get(kind, "array of")), (row, kind)
+
+
+def test_the_constants_are_those_of_the_code() -> None:
+    for name, value, *_ in table("## Constants"):
+        assert int(value) == (getattr(image, name, None) or getattr(arenas, name)), name
+
+
+def test_the_tags_of_the_extras_are_those_of_the_code() -> None:
+    rows = [(int(tag), kind) for tag, kind, _ in table("### Extras")]
+    names = sorted(
+        (value, name[1:].lower())
+        for name, value in vars(extras).items()
+        if re.fullmatch(r"_[A-Z]+", name) and isinstance(value, int)
+    )
+    assert rows == names
+
+
+def sizes(form: struct.Struct) -> list[int]:
+    return [struct.calcsize("<" + code) for code in re.findall(r"\d*[a-zA-Z]", form.format)]
+
+
+def with_checksum(form: struct.Struct, begin: int = 0) -> list[tuple[int, int]]:
+    """Offset and size of every field of a structure, and of the checksum behind it."""
+    spans = []
+    for size in [*sizes(form), arenas._SUM.size]:
+        spans.append((begin, size))
+        begin += size
+    return spans
+
+
+def test_the_offsets_of_the_control_page_are_those_of_the_code() -> None:
+    rows = table("### The control page")
+    spans = {part: [(int(r[0]), int(r[1])) for r in rows if r[3] == part] for part in ("header", "owner", "live")}
+    assert spans["header"] == with_checksum(arenas._HEADER)
+    assert spans["owner"] == [(arenas._OWNER_AT, arenas._OWNER.size)]
+    assert spans["live"] == with_checksum(arenas._LIVE, arenas._LIVE_AT)
+    assert [r[:2] for r in rows if r[3] == "seal"] == [[str(arenas._SEALS_AT), f"{arenas._SEAL_BYTES} each"]]
+    assert f"{arenas._SEALS_AT} + {arenas._SEAL_BYTES} * slot" in TEXT
+
+
+def test_the_offsets_of_seals_and_checks_are_those_of_the_code() -> None:
+    assert [(int(r[0]), int(r[1])) for r in table("A seal, from its own beginning")] == with_checksum(arenas._SEAL)
+    n = 3
+    checks = [[cell.replace("8 n", str(8 * n)) for cell in row[:2]] for row in table("Behind the control page")]
+    got = [(sum(map(int, offset.split("+"))), int(size)) for offset, size in checks]
+    assert got == [(0, 8), (8, 8), (arenas._CHECKS.size, 8 * n), (arenas._CHECKS.size + 8 * n, arenas._SUM.size)]
+
+
+def test_a_real_arena_has_its_values_where_the_document_says() -> None:
+    info = types.ImageInfo(format=1, run="a" * 32, rank=3, world=5)
+    wanted = image.Wanted(name="model.w", dtype="F32", shape=(4,), start=(2,), extent=(2,))
+    layout = image.lay_out([wanted], info, 100)
+    arena = Arena.create(None, run=info.run, rank=3, world=5, layout=layout, slots=2)
+    arena.seal(1, step=7, cut_time=1.5, generation="b" * 32)
+    arena.set_live(8, 2.5)
+    seal = arena.seals()[1]
+    arena.set_checks(1, seal.sequence, (9,))
+    control = bytes(arena.control)
+
+    def at(row: list[str], base: int = 0) -> bytes:
+        begin = base + int(row[0])
+        return control[begin : begin + int(row[1])]
+
+    page = {(row[3], row[2]): row for row in table("### The control page")}
+    assert at(page["header", "magic"]) == b"EVERSTEP"
+    for field, value in (("rank", 3), ("world", 5), ("slots", 2), ("slot bytes", layout.total_bytes)):
+        assert int.from_bytes(at(page["header", field]), "little") == value
+    assert int.from_bytes(at(page["header", "layout digest"]), "little") == xxhash.xxh3_64_intdigest(layout.header)
+    assert at(page["header", "run"]) == info.run.encode()
+    assert int.from_bytes(at(page["live", "step"]), "little") == 8
+    begin = int(page["seal", "seals"][0]) + 128
+    fields = {row[2]: row for row in table("A seal, from its own beginning")}
+    assert int.from_bytes(at(fields["step"], begin), "little") == 7
+    assert struct.unpack("<d", at(fields["cut time"], begin)) == (1.5,)
+    assert at(fields["generation"], begin) == b"b" * 32
+    end = begin + int(fields["checksum"][0])
+    assert int.from_bytes(at(fields["checksum"], begin), "little") == xxhash.xxh3_64_intdigest(control[begin:end])
+    assert struct.unpack_from("<QQQ", control, image.BLOCK + arenas._checks_bytes(layout.total_bytes)) == (
+        seal.sequence, 1, 9
+    )  # fmt: skip
+    arena.close()
+
+
+def test_a_record_is_made_as_the_document_says() -> None:
+    from everstep.store.manifest import encode
+
+    data = encode(types.RunRecord(format=1, run="a" * 32, created_time=1.0))
+    digest = re.search(rb'"digest":"([0-9a-f]{32})"}$', data)
+    assert digest is not None
+    assert xxhash.xxh3_128_hexdigest(data.replace(digest[1], b"")) == digest[1].decode()
