@@ -13,6 +13,7 @@ Mode = Literal["host", "device", "direct", "disk"]
 Strategy = Literal["auto", "snapshot"]
 KeeperKind = Literal["process", "inline"]
 
+MAX_SLOTS = 28  # as many seals as fit on an arena's control page
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -60,8 +61,8 @@ class Memory:
     slots: int | None = None
 
     def __post_init__(self) -> None:
-        if self.slots is not None and self.slots < 2:
-            raise BadConfig(f"Memory(slots=) must be at least 2, not {self.slots}")
+        if self.slots is not None and not 2 <= self.slots <= MAX_SLOTS:
+            raise BadConfig(f"Memory(slots=) must be from 2 to {MAX_SLOTS}, not {self.slots}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

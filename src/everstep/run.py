@@ -199,6 +199,7 @@ class Run:
         topology.exchange(b"", self._place)  # nobody forgets the attempt before all are through
         if self._place.rank == 0:
             clear_attempt(sources, self._emit)
+        sources.close()
         return " and ".join(sorted({part.source for part in plan.parts}, reverse=True))
 
     def _is_finished(self, limits: list[int | None] | None) -> bool:

@@ -259,7 +259,7 @@ def test_without_a_sound_run_json_the_run_goes_on_by_the_name_in_its_commits(
     deed(run / "run.json")
     no_command_stumbles(run)
     assert everstep.open(run).latest() == LAST
-    result = must_finish(lambda: train_tiny(run, steps=8, tiers=OFTEN))
+    result = must_finish(lambda: train_tiny(run, steps=LAST, tiers=OFTEN))
     assert result["resumed_from"] == LAST and result["digest"] == digest_of(LAST)  # it was finished, and still is
     assert run_of(run) == name
 
@@ -418,10 +418,10 @@ IMAGES: dict[str, bytes] = {
     "backward offsets": image_with({"__metadata__": meta(), **EXTRAS, "w": tensor("U8", [0], 8, 4)}, 8),
     "an unknown dtype": image_with({"__metadata__": meta(), **EXTRAS, "w": tensor("F3", [0], 8, 8)}, 8),
     "a box outside its tensor": image_with(
-        {"__metadata__": meta(w=[[4], [3]]), **EXTRAS, "w": tensor("U8", [2], 8, 10)}, 10
+        {"__metadata__": meta(w={"shape": [4], "start": [3]}), **EXTRAS, "w": tensor("U8", [2], 8, 10)}, 10
     ),
     "a box of other dimensions": image_with(
-        {"__metadata__": meta(w=[[4, 4], [0, 0]]), **EXTRAS, "w": tensor("U8", [2], 8, 10)}, 10
+        {"__metadata__": meta(w={"shape": [4, 4], "start": [0, 0]}), **EXTRAS, "w": tensor("U8", [2], 8, 10)}, 10
     ),
 }
 

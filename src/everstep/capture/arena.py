@@ -24,6 +24,7 @@ from typing import Any
 
 import xxhash
 
+from everstep.config import MAX_SLOTS
 from everstep.errors import BadConfig, Damaged, NotEnoughMemory
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 
@@ -39,7 +40,6 @@ _CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
 _SUM = struct.Struct("<Q")
 _OWNER_AT, _LIVE_AT, _SEALS_AT, _SEAL_BYTES = 128, 256, 512, 128
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
-MAX_SLOTS = (BLOCK - _SEALS_AT) // _SEAL_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

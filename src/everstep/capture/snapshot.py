@@ -30,7 +30,7 @@ from everstep.capture.arena import Arena, choose_place
 from everstep.capture.layout import Subjects
 from everstep.capture.shape import Lane, Shape, Views, make_shape
 from everstep.config import Settings
-from everstep.errors import EverstepError
+from everstep.errors import BadConfig, EverstepError
 from everstep.events import Arena as ArenaMade
 from everstep.events import Degraded, Sink, Skipped
 from everstep.image import ImageLayout
@@ -71,6 +71,7 @@ class Capture:
         self._left = left  # arenas of an earlier life of this rank, until the first base of this one is sealed
         self._arena: Arena | None = None
         self._seals = 0  # in the present arena
+        self._protected = 1 if topology.world == 1 else 2  # newest bases that are never overwritten
         self._shape: Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self.stepped = False
@@ -222,8 +223,8 @@ class Capture:
         with self._lock:
             self._lock.wait_for(lambda: self._job is None)
             slot = shape.arena.slot_of(self.sealed_step) if self.sealed_step is not None else None
-            if slot is not None and slot not in self._leased:
-                shape.arena.unseal(slot)
+            if slot is not None:
+                shape.arena.unseal(slot)  # if the keeper is reading it, it finds the seal gone and drops what it wrote
 
     # -- making the shape
 
@@ -261,6 +262,10 @@ class Capture:
             fitting[0].adopt()
             return self._use(fitting[0])
         slots = self._settings.memory.slots or (3 if self._topology.world == 1 else 4)
+        if slots <= self._protected:
+            raise BadConfig(
+                f"Memory(slots={slots}) is too few for several ranks: each keeps its newest two; use 3 or 4"
+            )
         root = choose_place(self._settings.memory.path, slots * layout.total_bytes, slots)
         if root is None and self._settings.keeper == "inline":
             reason = (
@@ -311,7 +316,7 @@ class Capture:
         for lane in shape.lanes.values():
             lane.cut.synchronize()
         with self._lock:
-            slot = shape.arena.free_slot(1 if self._topology.world == 1 else 2, self._leased)
+            slot = shape.arena.free_slot(self._protected, self._leased)
             if slot is not None:
                 shape.arena.unseal(slot)
         if slot is None:
@@ -334,7 +339,9 @@ class Capture:
     def let_go(self) -> None:
         """Give up the arenas that nobody will need again: all ranks have newer bases, or the newest is durable."""
         while self._left:
-            self._left.pop().remove()
+            arena = self._left.pop()
+            arena.remove()
+            arena.close()
 
     def _copy(self, shape: Shape, views: Views) -> None:
         with _side(shape.lanes):

@@ -316,7 +316,9 @@ class Keeper:
                     self._tell_current(session, Release(slot=slot))
         self.durable_step = self._wrote = step
         while self._overtaken:
-            self._overtaken.pop().remove()
+            arena = self._overtaken.pop()
+            arena.remove()
+            arena.close()
         self._last_flush_at, self._last_flush_took = time.monotonic(), time.monotonic() - began
         self._emit(Persisted(step=step, bytes=total, seconds=self._last_flush_took, direct=self.tier.wrote_direct))
         if not any(session.alive for session in sessions):

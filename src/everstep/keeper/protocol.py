@@ -182,7 +182,7 @@ def find_runtime_folder(run: str) -> Path:
 
 @contextmanager
 def socket_address(folder: Path) -> Iterator[str]:
-    """The address of the keeper's socket, however long its folder's name: the kernel takes only some hundred letters."""
+    """The address of the keeper's socket, however long its folder's name; the kernel takes some hundred letters."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/keeper.sock"
