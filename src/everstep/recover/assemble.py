@@ -48,6 +48,17 @@ class Checkpoint:
                 found.setdefault(parameter, {})[key] = name
         return found
 
+    def scaler_state(self) -> dict[str, Any] | None:
+        """What the GradScaler's state_dict() was; None if there was none, or it was not enabled."""
+        if self.extras["scaler"] is None:
+            return None
+        state = dict(self.extras["scaler"])
+        scale = state.pop("init_scale")
+        tracked = "scaler._scale" in self.pieces
+        state["scale"] = float(self.tensor("scaler._scale")) if tracked else scale
+        state["_growth_tracker"] = int(self.tensor("scaler._growth_tracker")) if tracked else 0
+        return state
+
 
 def view(images: dict[int, Image], step: int, rank: int) -> Checkpoint:
     """What `rank` needs of the images of all old ranks."""

@@ -36,11 +36,19 @@ def write(checkpoint: Checkpoint, path: Path, *, format: str, only: str) -> None
             temporary.unlink(missing_ok=True)
 
 
-def model_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The model's own state_dict: plain names, tied tensors under each of their names, no volatile buffers."""
-    names = {name: name for name in checkpoint.pieces if name.startswith("model.")}
-    names |= {alias: name for alias, name in checkpoint.info.aliases.items() if alias.startswith("model.")}
-    return {alias.removeprefix("model."): checkpoint.tensor(name) for alias, name in names.items()}
+def module_state(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
+    """A module's own state_dict: plain names, tied tensors under each of their names, no volatile buffers."""
+    names = {name: name for name in checkpoint.pieces if name.startswith(prefix)}
+    names |= {alias: name for alias, name in checkpoint.info.aliases.items() if alias.startswith(prefix)}
+    return {alias.removeprefix(prefix): checkpoint.tensor(name) for alias, name in names.items()}
+
+
+def extra_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What was given as extra=: plain values as they are, of objects their state_dict."""
+    saved = checkpoint.extras["extra"]
+    found = {key: value["state"] if "state" in value else value["value"] for key, value in saved.items()}
+    modules = sorted({name.split(".")[1] for name in checkpoint.pieces if name.startswith("extra.")})
+    return found | {key: module_state(checkpoint, f"extra.{key}.") for key in modules}
 
 
 def optimizer_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
@@ -67,10 +75,11 @@ def optimizer_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 def _everything(checkpoint: Checkpoint) -> dict[str, Any]:
     optimizers = optimizer_states(checkpoint)
     return {
-        "model": model_state(checkpoint),
+        "model": module_state(checkpoint, "model."),
         "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
         "schedulers": checkpoint.extras["schedulers"],
-        "extra": checkpoint.extras["extra"],
+        "scaler": checkpoint.scaler_state(),
+        "extra": extra_state(checkpoint),
         "step": checkpoint.step,
     }
 
@@ -79,20 +88,20 @@ def _safetensors(checkpoint: Checkpoint, path: Path, only: str) -> None:
     from safetensors.torch import save_file
 
     if only == "model":
-        tensors = model_state(checkpoint)
+        tensors = module_state(checkpoint, "model.")
     else:
         tensors = {name: checkpoint.tensor(name) for name in checkpoint.pieces}
     save_file(tensors, path, metadata={"everstep.step": str(checkpoint.step), "format": "pt"})
 
 
 def _torch(checkpoint: Checkpoint, path: Path, only: str) -> None:
-    torch.save(model_state(checkpoint) if only == "model" else _everything(checkpoint), path)
+    torch.save(module_state(checkpoint, "model.") if only == "model" else _everything(checkpoint), path)
 
 
 def _dcp(checkpoint: Checkpoint, path: Path, only: str) -> None:
     import torch.distributed.checkpoint as dcp
 
-    state = {"model": model_state(checkpoint)} if only == "model" else _everything(checkpoint)
+    state = {"model": module_state(checkpoint, "model.")} if only == "model" else _everything(checkpoint)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what is meant
         dcp.save(state, checkpoint_id=path, no_dist=True)

@@ -104,13 +104,9 @@ class State:
         apply(checkpoint, self.subjects)
         for one, saved in zip(self.schedulers, tree["schedulers"], strict=False):
             one.load_state_dict(saved)
-        if self.scaler is not None and tree["scaler"] is not None:
-            scalars = dict(tree["scaler"])
-            scale = scalars.pop("init_scale")
-            tracked = "scaler._scale" in checkpoint.pieces
-            scalars["scale"] = float(checkpoint.tensor("scaler._scale")) if tracked else scale
-            scalars["_growth_tracker"] = int(checkpoint.tensor("scaler._growth_tracker")) if tracked else 0
-            self.scaler.load_state_dict(scalars)
+        scaler = checkpoint.scaler_state()
+        if self.scaler is not None and scaler is not None:
+            self.scaler.load_state_dict(scaler)
         for key, saved in tree["extra"].items():
             if key not in self.extra:
                 if strict:
