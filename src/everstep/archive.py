@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everstep.capture.arena import Arena, Live
 from everstep.config import Keep
 from everstep.errors import BadConfig, Damaged, EverstepError, NothingToRestore
 from everstep.keeper import flush
@@ -196,7 +197,7 @@ class Archive:
         survey = sources.survey()
         kept = kept_steps(survey)
         arenas = sources.arenas
-        live = max((arena.live() for arena in arenas), key=lambda state: state.step, default=None)
+        live = _done_by_all(arenas)
         pids = sorted({arena.pid for arena in arenas if process_alive(arena.pid)})
         status = {
             "run": self.run,
@@ -232,6 +233,16 @@ class Archive:
         """Remove what crashes left behind, and with `keep` the checkpoints that it lets go."""
         retired = flush.retire(self._tier, keep, self.run, read_all=True) if keep is not None else []
         return {"retired": retired, "orphans": flush.clean(self._tier)}
+
+
+def _done_by_all(arenas: list[Arena]) -> Live | None:
+    """The newest step that every rank has done: one of them may be a step ahead of the others."""
+    newest: dict[int, Live] = {}
+    for arena in arenas:
+        state = arena.live()
+        if arena.rank not in newest or state.step > newest[arena.rank].step:
+            newest[arena.rank] = state
+    return min(newest.values(), key=lambda state: state.step, default=None)
 
 
 def _verify(sources: Sources, holding: Holding) -> Finding:
