@@ -179,9 +179,12 @@ class Arena:
 
     # -- the trainer's side
 
-    def adopt(self) -> None:
-        """A new process takes over an arena that its predecessor left."""
+    def adopt(self, layout: ImageLayout) -> None:
+        """A new process takes over an arena that its predecessor left; headers that were damaged are written anew."""
         self.populate()
+        for buffer in self.slots:
+            if buffer[: len(layout.header)] != layout.header:
+                buffer[: len(layout.header)] = layout.header
         self.pid = os.getpid()
         self.control[_OWNER_AT : _OWNER_AT + _OWNER.size] = _OWNER.pack(self.pid)
 

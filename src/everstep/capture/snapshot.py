@@ -258,7 +258,7 @@ class Capture:
         fitting = [a for a in self._left if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]
         if fitting:
             self._left.remove(fitting[0])
-            fitting[0].adopt()
+            fitting[0].adopt(layout)
             return self._use(fitting[0])
         slots = self._settings.memory.slots or (3 if self._topology.world == 1 else 4)
         root = choose_place(self._settings.memory.path, slots * layout.total_bytes, slots)
