@@ -27,7 +27,7 @@ from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
-from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, seconds, settings
+from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
 from everstep.errors import BadConfig, EverstepError, Mismatch
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.keeper.client import Answers, KeeperClient
@@ -54,7 +54,7 @@ def guard(
     epochs: int | None = 1,
     steps: int | None = None,
     lose_at_most: int | str = 1,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     tiers: list[Memory | Disk] | None = None,
     keep: int | Keep = 2,
     strict: bool = True,

@@ -28,7 +28,7 @@ class Sources:
         self.arenas = list(find_arenas(arena_root(memory_path), run, self._broken))
         if memory_path is not None:
             self.arenas += find_arenas(arena_root(None), run, self._broken)
-        self.arenas += inherited(run, None)
+        self.arenas += inherited(run)
 
     def survey(self) -> Survey:
         holdings = [holding for arena in self.arenas for holding in self._in_memory(arena)]
