@@ -550,6 +550,16 @@ def test_a_finished_run_gives_back_its_memory_and_a_missing_one_says_so(finished
         everstep.open(tmp_path)
 
 
+def test_reading_leaves_nothing_open(killed: Path, tmp_path: Path) -> None:
+    past = everstep.open(killed)
+    past.export(tmp_path / "warm")
+    before = len(os.listdir("/proc/self/fd"))
+    past.steps(), past.status(), past.verify(), past.plan(), past.load(), past.export(tmp_path / "out")
+    with pytest.raises(BadConfig):
+        past.plan(lost={"the keys"})
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_loading_damaged_bytes_is_refused(copy: Path) -> None:
     for step in (2, 4, 6):
         damage(copy, step)

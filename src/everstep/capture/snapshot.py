@@ -329,7 +329,9 @@ class Capture:
     def let_go(self) -> None:
         """Give up the arenas that nobody will need again: all ranks have newer bases, or the newest is durable."""
         while self._left:
-            self._left.pop().remove()
+            arena = self._left.pop()
+            arena.remove()
+            arena.close()  # an open descriptor would hold its memory
 
     def _copy(self, shape: Shape, views: Views) -> None:
         with _side(shape.lanes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
@@ -109,6 +110,12 @@ class Sources:
     def close(self) -> None:
         for arena in self.arenas:
             arena.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _torn(arena: Arena) -> list[Rejection]:
