@@ -112,10 +112,14 @@ class Archive:
                 for holding, problem in bad:
                     survey = without(survey, holding, problem)
 
-    def manifest(self, step: int) -> tuple[Commit, list[Part]]:
-        """The records of a step on disk."""
-        if step not in committed_steps(self._tier):
-            raise NothingToRestore(f"step {step} is not on disk; there are {committed_steps(self._tier)}")
+    def manifest(self, step: int | None = None) -> tuple[Commit, list[Part]]:
+        """The records of a step on disk, by default of the newest."""
+        committed = committed_steps(self._tier)
+        if not committed:
+            raise NothingToRestore(f"{self.directory} has no step on disk yet")
+        step = committed[-1] if step is None else step
+        if step not in committed:
+            raise NothingToRestore(f"step {step} is not on disk; there are {committed}")
         commit = read_commit(self._tier, step, self.run)
         return commit, [read_part(self._tier, commit, ref.rank) for ref in commit.parts]
 
