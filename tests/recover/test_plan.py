@@ -34,7 +34,7 @@ def one_life_of_a_step(draw: st.DrawFn) -> list[Holding]:
 
 
 attempts = st.builds(
-    Attempt, format=st.just(1), step=st.sampled_from(STEPS), count=st.integers(1, 3), error=st.sampled_from(["", "no"])
+    Attempt, format=st.just(1), step=st.sampled_from(STEPS), count=st.integers(1, 2), error=st.sampled_from(["", "no"])
 )
 rejections = st.builds(Rejection, step=st.integers(0, 9), source=st.just("disk"), reason=st.just("bits flipped"))
 surveys = st.builds(
@@ -43,10 +43,10 @@ surveys = st.builds(
         lambda lives: tuple({h: 0 for life in lives for h in life})
     ),
     rejections=st.lists(rejections, max_size=2).map(tuple),
-    attempts=st.lists(attempts, max_size=2, unique_by=lambda a: a.step).map(tuple),
+    attempts=st.lists(attempts, max_size=3, unique_by=lambda a: a.step).map(tuple),
 )
 readers = st.sampled_from([{"n1"}, {"n2"}, {"n1", "n2"}])
-many = settings(max_examples=150, deadline=None, derandomize=True)
+many = settings(max_examples=250, deadline=None, derandomize=True)
 
 
 def readable(holding: Holding, nodes: set[str]) -> bool:
