@@ -3,7 +3,7 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events clock config image topology
+types errors events config image topology
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena shape snapshot extras position
 store/          onto a medium, all or nothing           tier disk memory manifest retain claim

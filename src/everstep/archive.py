@@ -71,10 +71,8 @@ class Archive:
         return Sources(self.directory, self.run, memory_path=self._memory)
 
     def survey(self) -> Survey:
-        sources = self._sources()
-        survey = sources.survey()
-        sources.close()
-        return survey
+        with self._sources() as sources:
+            return sources.survey()
 
     def kept(self) -> list[Kept]:
         """Every step that could be restored now, oldest first."""
@@ -95,30 +93,34 @@ class Archive:
         Reads and checks the bytes of what it chooses, as a restart does; memory that is being trained in is taken at
         its seals.
         """
-        sources = self._sources()
-        survey = sources.survey()
-        known = {"memory", "disk", *(h.node for h in survey.holdings)}
-        for name in lost:
-            if name not in known:
-                raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
-        for holding in survey.holdings:
-            if holding.source in lost or holding.node in lost:
-                survey = without(survey, holding, f"{holding.source} is taken to be lost")
-        nodes = {h.node for h in survey.holdings}
-        is_training = any(process_alive(arena.pid) for arena in sources.arenas)
-        while True:
-            plan = make_plan(survey, nodes)
-            looked_at = [(h, _verify(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
-            bad = [(holding, finding.problem) for holding, finding in looked_at if finding.problem]
-            if not bad:
-                return plan
-            for holding, problem in bad:
-                survey = without(survey, holding, problem)
+        with self._sources() as sources:
+            survey = sources.survey()
+            known = {"memory", "disk", *(h.node for h in survey.holdings)}
+            for name in lost:
+                if name not in known:
+                    raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
+            for holding in survey.holdings:
+                if holding.source in lost or holding.node in lost:
+                    survey = without(survey, holding, f"{holding.source} is taken to be lost")
+            nodes = {h.node for h in survey.holdings}
+            is_training = any(process_alive(arena.pid) for arena in sources.arenas)
+            while True:
+                plan = make_plan(survey, nodes)
+                looked_at = [(h, _verify(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
+                bad = [(holding, finding.problem) for holding, finding in looked_at if finding.problem]
+                if not bad:
+                    return plan
+                for holding, problem in bad:
+                    survey = without(survey, holding, problem)
 
-    def manifest(self, step: int) -> tuple[Commit, list[Part]]:
-        """The records of a step on disk."""
-        if step not in committed_steps(self._tier):
-            raise NothingToRestore(f"step {step} is not on disk; there are {committed_steps(self._tier)}")
+    def manifest(self, step: int | None = None) -> tuple[Commit, list[Part]]:
+        """The records of a step on disk, by default of the newest."""
+        committed = committed_steps(self._tier)
+        if not committed:
+            raise NothingToRestore(f"{self.directory} has no step on disk yet")
+        step = committed[-1] if step is None else step
+        if step not in committed:
+            raise NothingToRestore(f"step {step} is not on disk; there are {committed}")
         commit = read_commit(self._tier, step, self.run)
         return commit, [read_part(self._tier, commit, ref.rank) for ref in commit.parts]
 
@@ -126,20 +128,22 @@ class Archive:
 
     def verify(self, step: int | None = None) -> list[Finding]:
         """Read and check every byte of a step, or of all of them, in memory and on disk."""
-        sources = self._sources()
-        survey = sources.survey()
-        wanted = [h for h in survey.holdings if step is None or h.step == step]
-        found = [
-            Finding(
-                step=r.step, source="memory" if r.source == "memory" else "disk", rank=-1, bytes=0, problem=r.reason
-            )
-            for r in survey.rejections
-            if step is None or r.step == step
-        ]
-        if not wanted and not found and step is not None:
-            raise NothingToRestore(f"there is no step {step}; there are {sorted({h.step for h in survey.holdings})}")
-        found += [_verify(sources, holding) for holding in wanted]
-        return sorted(found, key=lambda f: (f.step, f.source, f.rank))
+        with self._sources() as sources:
+            survey = sources.survey()
+            wanted = [h for h in survey.holdings if step is None or h.step == step]
+            found = [
+                Finding(
+                    step=r.step, source="memory" if r.source == "memory" else "disk", rank=-1, bytes=0, problem=r.reason
+                )
+                for r in survey.rejections
+                if step is None or r.step == step
+            ]
+            if not wanted and not found and step is not None:
+                raise NothingToRestore(
+                    f"there is no step {step}; there are {sorted({h.step for h in survey.holdings})}"
+                )
+            found += [_verify(sources, holding) for holding in wanted]
+            return sorted(found, key=lambda f: (f.step, f.source, f.rank))
 
     # -- getting it out
 
@@ -167,54 +171,55 @@ class Archive:
     def _checkpoint(self, step: int | None, rank: int) -> Checkpoint:
         from everstep.recover.assemble import view
 
-        sources = self._sources()
-        survey = sources.survey()
-        if step is not None:
-            survey = Survey(holdings=tuple(h for h in survey.holdings if h.step == step), rejections=survey.rejections)
-        while True:
-            plan = make_plan(survey, {sources.node})
-            if plan.step is None:
-                reasons = "".join(f"\n  step {r.step} ({r.source}): {r.reason}" for r in plan.rejections)
-                what = f"step {step}" if step is not None else "any step"
-                raise (Damaged if plan.rejections else NothingToRestore)(f"cannot restore {what}{reasons}")
-            if not 0 <= rank < plan.world:
-                raise BadConfig(f"rank must be from 0 to {plan.world - 1}, not {rank}")
-            images = {}
-            for holding in plan.parts:
-                try:
-                    images[holding.rank] = sources.fetch(holding, copy=True)
-                except (EverstepError, OSError) as error:
-                    survey = without(survey, holding, str(error))
-                    break
-            else:
-                return view(images, plan.step, rank)
+        with self._sources() as sources:
+            survey = sources.survey()
+            if step is not None:
+                survey = Survey(
+                    holdings=tuple(h for h in survey.holdings if h.step == step),
+                    rejections=tuple(r for r in survey.rejections if r.step == step),
+                )
+            while True:
+                plan = make_plan(survey, {sources.node})
+                if plan.step is None:
+                    reasons = "".join(f"\n  step {r.step} ({r.source}): {r.reason}" for r in plan.rejections)
+                    what = f"step {step}" if step is not None else "any step"
+                    raise (Damaged if plan.rejections else NothingToRestore)(f"cannot restore {what}{reasons}")
+                if not 0 <= rank < plan.world:
+                    raise BadConfig(f"rank must be from 0 to {plan.world - 1}, not {rank}")
+                images = {}
+                for holding in plan.parts:
+                    try:
+                        images[holding.rank] = sources.fetch(holding, copy=True)
+                    except (EverstepError, OSError) as error:
+                        survey = without(survey, holding, str(error))
+                        break
+                else:
+                    return view(images, plan.step, rank)
 
     # -- right now
 
     def status(self) -> dict[str, Any]:
         """Whether the run lives, how far it is, and what each kind of loss would cost."""
-        sources = self._sources()
-        survey = sources.survey()
-        kept = kept_steps(survey)
-        arenas = sources.arenas
-        live = _done_by_all(arenas)
-        pids = sorted({arena.pid for arena in arenas if process_alive(arena.pid)})
-        status = {
-            "run": self.run,
-            "directory": str(self.directory),
-            "alive": bool(pids),
-            "trainers": pids,
-            "keeper": keeper_pid(self.run),
-            "step": max([k.step for k in kept] + ([live.step] if live else []), default=0),
-            "sealed_step": _newest(kept, "memory"),
-            "durable_step": _newest(kept, "disk"),
-            "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
-            "exposure": exposure(
-                kept, live.step if live else 0, live.cut_time if live else 0.0, time.time() if pids else None
-            ),
-        }
-        sources.close()
-        return status
+        with self._sources() as sources:
+            survey = sources.survey()
+            kept = kept_steps(survey)
+            arenas = sources.arenas
+            live = _done_by_all(arenas)
+            pids = sorted({arena.pid for arena in arenas if process_alive(arena.pid)})
+            return {
+                "run": self.run,
+                "directory": str(self.directory),
+                "alive": bool(pids),
+                "trainers": pids,
+                "keeper": keeper_pid(self.run),
+                "step": max([k.step for k in kept] + ([live.step] if live else []), default=0),
+                "sealed_step": _newest(kept, "memory"),
+                "durable_step": _newest(kept, "disk"),
+                "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
+                "exposure": exposure(
+                    kept, live.step if live else 0, live.cut_time if live else 0.0, time.time() if pids else None
+                ),
+            }
 
     # -- letting go
 

@@ -126,7 +126,7 @@ def settings(
     directory: str | Path,
     *,
     lose_at_most: int | str,
-    strategy: str,
+    strategy: Strategy,
     tiers: list[Memory | Disk] | None,
     keep: int | Keep,
     mode: Mode,

@@ -6,11 +6,11 @@
     │   └── NewerFormat                exit 4   written by a later Everstep
     ├── Mismatch                       exit 5   also ValueError: the checkpoint and the program differ
     ├── Unstorable                     exit 5   also TypeError: state that no format of ours can hold
-    ├── RunHeld                        exit 6   another process holds this run
+    ├── RunHeld                        exit 6   also RuntimeError: another process holds this run
     ├── NotEnoughMemory                exit 7   also MemoryError
     ├── TierFailed                     exit 7   also OSError: a medium refused
     │   └── NotEnoughSpace             exit 7
-    ├── KeeperLost                     exit 8   the keeper cannot be reached or started
+    ├── KeeperLost                     exit 8   also ConnectionError: the keeper cannot be reached or started
     └── BadConfig                      exit 2   also ValueError: an argument that cannot be right
 
 Each error carries the fields a program needs and a sentence a person can act on.

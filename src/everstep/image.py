@@ -187,8 +187,3 @@ def extras_of(layout: ImageLayout, image: memoryview, *, file: str = "") -> byte
         raise Damaged(f"extras claim {length} of {layout.extras_bytes - 8} bytes", file=file)
     begin = layout.extras_offset + 8
     return bytes(image[begin : begin + length])
-
-
-def chunk_checksums(image: memoryview) -> tuple[int, ...]:
-    digest = xxhash.xxh3_64_intdigest
-    return tuple(digest(image[at : at + CHUNK_BYTES]) for at in range(0, len(image), CHUNK_BYTES))

@@ -27,7 +27,7 @@ from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
-from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, seconds, settings
+from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
 from everstep.errors import BadConfig, EverstepError, Mismatch
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.keeper.client import Answers, KeeperClient
@@ -54,7 +54,7 @@ def guard(
     epochs: int | None = 1,
     steps: int | None = None,
     lose_at_most: int | str = 1,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     tiers: list[Memory | Disk] | None = None,
     keep: int | Keep = 2,
     strict: bool = True,
@@ -126,7 +126,8 @@ class Run:
         self._run = claim.identity(chosen.directory, self._place, self._emit)
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
             sign(folder, chosen.directory, self._emit)
-        source = self._restore()
+        with self._sources() as sources:
+            source = self._restore(sources)
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
@@ -161,9 +162,12 @@ class Run:
             keep_last=keep.last, keep_every=keep.every, linger_s=linger_s, torch=str(torch.__version__),
         )  # fmt: skip
 
+    def _sources(self) -> Sources:
+        return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
+
     def _left_by_earlier_life(self) -> list[Arena]:
         """What an earlier life of this rank left on this node, and what ranks left that are no more."""
-        left = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path).arenas
+        left = self._sources().arenas
         rank, world = self._place.rank, self._place.world
         mine = [arena for arena in left if arena.rank == rank or arena.rank >= world]
         for arena in left:
@@ -171,8 +175,7 @@ class Run:
                 arena.close()
         return mine
 
-    def _restore(self) -> str:
-        sources = Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
+    def _restore(self, sources: Sources) -> str:
         found = find(sources, self._place, self._emit)
         if found is None:
             return "nothing"

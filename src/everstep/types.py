@@ -20,7 +20,6 @@ World = Annotated[int, msgspec.Meta(ge=1, le=10**5)]
 class Level(enum.IntEnum):
     """How far a checkpoint has climbed; each level includes the ones below it."""
 
-    LOST = 0
     SEALED = 1  # complete in host memory: survives the death of the process
     DURABLE = 2  # committed on a disk: survives a reboot
 
@@ -156,7 +155,6 @@ class Holding(Noun, frozen=True, kw_only=True):
     generation: str
     bytes: int
     cut_time: float
-    complete: bool = True  # on a disk: covered by a commit
     checked: bool = True  # carries checksums
 
 
@@ -189,5 +187,5 @@ class Exposure(Noun, frozen=True, kw_only=True):
 
     event: str
     restored_from: str
-    steps: int | None  # None: everything
-    seconds: float | None
+    steps: int
+    seconds: float | None  # None: all that was ever spent

@@ -34,7 +34,7 @@ MEMFD = "memfd"
 _MAGIC = b"EVERSTEP"
 _HEADER = struct.Struct("<8sIIIIQQ32s")  # magic, format, rank, world, slots, slot bytes, layout digest, run
 _OWNER = struct.Struct("<Q")  # pid; not in the header, which is never written again, so that no crash can tear it
-_LIVE = struct.Struct("<QdQ")  # newest step, time of its cut, step at which everybody stops (0: never)
+_LIVE = struct.Struct("<Qd")  # newest step, time of its cut
 _SEAL = struct.Struct("<QQdQQ32s")  # sequence, step, cut time, length, layout digest, generation
 _CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
 _SUM = struct.Struct("<Q")
@@ -56,7 +56,6 @@ class Seal:
 class Live:
     step: int
     cut_time: float
-    stop_at: int
 
 
 def _pack(record: bytes) -> bytes:
@@ -180,9 +179,12 @@ class Arena:
 
     # -- the trainer's side
 
-    def adopt(self) -> None:
-        """A new process takes over an arena that its predecessor left."""
+    def adopt(self, layout: ImageLayout) -> None:
+        """A new process takes over an arena that its predecessor left; headers that were damaged are written anew."""
         self.populate()
+        for buffer in self.slots:
+            if buffer[: len(layout.header)] != layout.header:
+                buffer[: len(layout.header)] = layout.header
         self.pid = os.getpid()
         self.control[_OWNER_AT : _OWNER_AT + _OWNER.size] = _OWNER.pack(self.pid)
 
@@ -218,18 +220,15 @@ class Arena:
         self.slots[slot].flush()
         self.control.flush()
 
-    def set_live(self, step: int, cut_time: float, stop_at: int = 0) -> None:
-        self.control[_LIVE_AT : _LIVE_AT + _LIVE.size + _SUM.size] = _pack(_LIVE.pack(step, cut_time, stop_at))
+    def set_live(self, step: int, cut_time: float) -> None:
+        self.control[_LIVE_AT : _LIVE_AT + _LIVE.size + _SUM.size] = _pack(_LIVE.pack(step, cut_time))
 
     # -- any reader's side
 
     def live(self) -> Live:
         fields = _unpack(_LIVE, self.control, _LIVE_AT)
-        return (
-            Live(step=fields[0], cut_time=fields[1], stop_at=fields[2])
-            if fields
-            else Live(step=0, cut_time=0.0, stop_at=0)
-        )
+        step, cut_time = fields or (0, 0.0)
+        return Live(step=step, cut_time=cut_time)
 
     def seals(self) -> dict[int, Seal]:
         """The sealed slots."""

@@ -2,13 +2,13 @@
 
 The road of one capture, and the words for it:
 
-    cut       the training thread: what may change before the next update is shadowed, extras are taken, the copier is
-              woken; nothing waits for a copy
+    cut       the training thread: waits until the base before is sealed or skipped; what may change before the next
+              update is shadowed, extras are taken, the copier is woken
     copy      the copier thread: each bucket on a side stream behind the cut (or by hand, for host tensors)
     gate      the training thread, before an optimizer steps: the compute stream waits on the device for the buckets
               that this optimizer overwrites; for host tensors the thread itself waits
     seal      the copier thread, once all copies are there: the slot becomes a base
-    abandon   the capture is given up (no free slot, state changed its shape); the gates open, nothing is sealed
+    skip      the capture is given up (no free slot, state changed its shape); the gates open, nothing is sealed
 
 A base is one consistent cut because a gated tensor cannot change between cut and gate, and everything else is copied
 in the cut. The copier seals one base before it copies the next, so ranks never drift more than one base apart.
@@ -259,7 +259,7 @@ class Capture:
         fitting = [a for a in self._left if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]
         if fitting:
             self._left.remove(fitting[0])
-            fitting[0].adopt()
+            fitting[0].adopt(layout)
             return self._use(fitting[0])
         slots = self._settings.memory.slots or (3 if self._topology.world == 1 else 4)
         if slots <= self._protected:
@@ -341,7 +341,7 @@ class Capture:
         while self._left:
             arena = self._left.pop()
             arena.remove()
-            arena.close()
+            arena.close()  # an open descriptor would hold its memory
 
     def _copy(self, shape: Shape, views: Views) -> None:
         with _side(shape.lanes):

@@ -24,6 +24,8 @@ def command(
     memory: MemoryPath = None,
 ) -> None:
     """Free the memory of dead runs (after saving what only it holds), and tidy a run's directory."""
+    archive = open(directory, memory=memory) if directory is not None else None
+    policy = Keep(last=keep) if keep is not None else None
     left = look(memory)
     done = {}
     for one in left:
@@ -32,8 +34,8 @@ def command(
         except (EverstepError, OSError) as error:
             done[one.run] = f"kept: {error}"
     cleaned = {}
-    if directory is not None and not dry_run:
-        cleaned = open(directory, memory=memory).clean(Keep(last=keep) if keep is not None else None)
+    if archive is not None and not dry_run:
+        cleaned = archive.clean(policy)
     if json:
         print_json(
             {"memory": [{"run": o.run, "bytes": o.bytes, "outcome": done[o.run]} for o in left], "disk": cleaned}

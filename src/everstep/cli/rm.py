@@ -1,4 +1,4 @@
-"""`everstep rm`: delete one step."""
+"""`everstep rm`: delete steps."""
 
 from __future__ import annotations
 

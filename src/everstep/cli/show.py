@@ -8,9 +8,6 @@ import typer
 
 from everstep.archive import open
 from everstep.cli.output import Directory, Json, Step, ago, human_bytes, print_json, print_table
-from everstep.errors import NothingToRestore
-from everstep.store.disk import DiskTier
-from everstep.store.manifest import committed_steps
 
 
 def command(
@@ -20,11 +17,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Show the parts of one step on disk, and with --tensors every tensor in them."""
-    archive = open(directory)
-    committed = committed_steps(DiskTier(archive.directory))
-    if not committed:
-        raise NothingToRestore(f"{directory} has no step on disk yet")
-    commit, parts = archive.manifest(step if step is not None else committed[-1])
+    commit, parts = open(directory).manifest(step)
     if json:
         print_json({"commit": commit, "parts": parts})
         return

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, MemoryPath, Step, human_bytes, print_json, print_table
+from everstep.cli.output import Directory, Json, MemoryPath, human_bytes, print_json, print_table
 
 
-def command(directory: Directory, step: Step = None, json: Json = False, memory: MemoryPath = None) -> None:
+def command(
+    directory: Directory,
+    step: Annotated[int | None, typer.Option("--step", help="A step; by default all of them.")] = None,
+    json: Json = False,
+    memory: MemoryPath = None,
+) -> None:
     """Read and check every byte of a step, or of all steps; exit code 4 if anything is damaged."""
     findings = open(directory, memory=memory).verify(step)
     bad = [finding for finding in findings if finding.problem]

@@ -6,15 +6,15 @@ notices nothing but an event.
 
 from __future__ import annotations
 
-import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.capture.arena import Arena
+from everstep.capture.arena import MEMFD, Arena
 from everstep.config import KeeperKind
 from everstep.errors import EverstepError, KeeperLost
 from everstep.events import Degraded, Sink
@@ -201,13 +201,13 @@ class KeeperClient:
                 time.sleep(5.0)
 
 
-def inherited(run: str, rank: int | None) -> list[Arena]:
+def inherited(run: str) -> list[Arena]:
     """The memfd arenas that a keeper of this node holds for a run."""
     channel = connect(run)
     if channel is None:
         return []
     try:
-        channel.send(Inherit(rank=rank))
+        channel.send(Inherit())
         heard = channel.receive()
     except KeeperLost:
         return []
@@ -221,7 +221,7 @@ def inherited(run: str, rank: int | None) -> list[Arena]:
     arenas = []
     for count in message.counts:
         mine, descriptors = descriptors[:count], descriptors[count:]
-        arenas.append(Arena(mine[0], mine[1:], "memfd"))
+        arenas.append(Arena(mine[0], mine[1:], MEMFD))
     return arenas
 
 
@@ -232,4 +232,4 @@ def keeper_pid(run: str) -> int | None:
         return None
     credentials = channel.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     channel.close()
-    return int.from_bytes(credentials[:4], "little") if os.name == "posix" else None
+    return int.from_bytes(credentials[:4], sys.byteorder)

@@ -21,7 +21,6 @@ from everstep.store.manifest import (
     commit_name,
     committed_steps,
     data_name,
-    decode,
     encode,
     part_name,
     read_commit,
@@ -93,7 +92,7 @@ def commit(tier: Tier, step: int, world: int, generation: str) -> bool:
         raise Damaged(f"the parts are not a whole checkpoint: {missing}", tier=tier.name, step=step)
     record = Commit(
         format=FORMAT, run=parts[0].run, generation=generation, step=step, world=world,
-        parts=tuple(PartRef(rank=p.rank, bytes=p.bytes, digest=_digest(p)) for p in parts),
+        parts=tuple(PartRef(rank=p.rank, bytes=p.bytes, digest=p.digest) for p in parts),
         cut_time=max(p.cut_time for p in parts), committed_time=time.time(),
     )  # fmt: skip
     try:
@@ -101,10 +100,6 @@ def commit(tier: Tier, step: int, world: int, generation: str) -> bool:
     except FileExistsError:
         pass  # another keeper was a moment earlier; its commit names the same parts
     return True
-
-
-def _digest(part: Part) -> str:
-    return part.digest if part.digest else decode(encode(part), Part, tier="", file="").digest
 
 
 def sound_steps(tier: Tier, run: str, *, read_all: bool = True) -> Iterator[int]:

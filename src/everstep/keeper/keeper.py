@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
+
 from everstep.capture.arena import MEMFD, Arena
 from everstep.config import Every, Keep
 from everstep.errors import Damaged, KeeperLost
@@ -165,7 +167,7 @@ class Keeper:
                 self._tell_all(message)
             case Inherit():
                 held = [a for s in self._sessions.values() for a in (*s.outgrown, s.arena) if a is not None]
-                held = [a for a in held if a.place == MEMFD and message.rank in (None, a.rank)]
+                held = [a for a in held if a.place == MEMFD]
                 counts = tuple(len(arena.descriptors) for arena in held)
                 channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
             case Bye() if session is not None:
@@ -189,7 +191,7 @@ class Keeper:
                 self._selector.register(session.watcher, selectors.EVENT_READ, lambda _: self._lose(session))
             except OSError:
                 session.watcher = -1  # the socket alone will tell
-        channel.send(Welcome(pid=os.getpid(), leased=tuple(session.leased)))
+        channel.send(Welcome(leased=tuple(session.leased)))
 
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
@@ -312,8 +314,7 @@ class Keeper:
         finally:
             for session, slot in leases:
                 if slot is not None:
-                    session.leased.discard(slot)
-                    self._tell_current(session, Release(slot=slot))
+                    self._release(session, slot)
         self.durable_step = self._wrote = step
         while self._overtaken:
             arena = self._overtaken.pop()
@@ -329,13 +330,6 @@ class Keeper:
             self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
         flush.clean(self.tier)
 
-    def _tell_current(self, session: Session, message: AnyMessage) -> None:
-        """To whoever holds that rank now: a lease may outlive the trainer that granted it."""
-        current = self._sessions.get(session.hello.rank, session)
-        if isinstance(message, Release):
-            current.leased.discard(message.slot)
-        self._tell(current, message)
-
     def _lease(self, session: Session, step: int) -> int | None:
         assert session.arena is not None
         if not session.alive:
@@ -348,6 +342,13 @@ class Keeper:
         if slot is not None:
             session.leased.add(slot)
         return slot
+
+    def _release(self, session: Session, slot: int) -> None:
+        """To whoever holds that rank now: a lease may outlive the trainer that granted it."""
+        current = self._sessions.get(session.hello.rank, session)
+        session.leased.discard(slot)
+        current.leased.discard(slot)
+        self._tell(current, Release(slot=slot))
 
     def _await_answer(self, session: Session, step: int) -> int | None:
         deadline = time.monotonic() + _LEASE_TIMEOUT_S
@@ -422,8 +423,6 @@ class Keeper:
 
 def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:
     """Checksum the newest sealed slot if it has none yet. The trainer is not asked: a changed seal voids the work."""
-    import xxhash
-
     seals = arena.seals()
     slot = max(seals, key=lambda s: seals[s].sequence, default=None)
     if slot is None or arena.checks(slot) is not None:

@@ -74,9 +74,7 @@ class StopAt(Message, frozen=True, kw_only=True):
 
 
 class Inherit(Message, frozen=True, kw_only=True):
-    """What did the earlier life of this rank (or of any, if None) leave in memfds?"""
-
-    rank: int | None
+    """What did earlier lives leave in memfds?"""
 
 
 class Bye(Message, frozen=True, kw_only=True):
@@ -89,7 +87,6 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    pid: int
     leased: tuple[int, ...]
 
 
@@ -110,7 +107,7 @@ class Trouble(Message, frozen=True, kw_only=True):
 
 
 class Inherited(Message, frozen=True, kw_only=True):
-    """How many descriptors of each arena come along, and where the arena lies."""
+    """How many of the descriptors that come along belong to each arena."""
 
     counts: tuple[int, ...]
 

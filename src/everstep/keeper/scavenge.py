@@ -128,9 +128,10 @@ def _folders(memory_path: str | None) -> list[Path]:
 
 def _look(folder: Path) -> Left:
     arenas = list(find_arenas(folder.parent, folder.name))
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     owner: Path | None = None
+    size = 0
     try:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         owner = _owner(folder)
         whole = whole_steps(arenas)
         if _is_used(folder, arenas):

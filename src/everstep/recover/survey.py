@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
@@ -28,7 +29,7 @@ class Sources:
         self.arenas = list(find_arenas(arena_root(memory_path), run, self._broken))
         if memory_path is not None:
             self.arenas += find_arenas(arena_root(None), run, self._broken)
-        self.arenas += inherited(run, None)
+        self.arenas += inherited(run)
 
     def survey(self) -> Survey:
         holdings = [holding for arena in self.arenas for holding in self._in_memory(arena)]
@@ -109,6 +110,12 @@ class Sources:
     def close(self) -> None:
         for arena in self.arenas:
             arena.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _torn(arena: Arena) -> list[Rejection]:

@@ -178,7 +178,8 @@ class DiskTier:
     def delete_folder(self, folder: str) -> None:
         with self._failing(f"deleting {folder}"):
             self.before(f"delete {folder}")
-            shutil.rmtree(self.root / folder, ignore_errors=False) if (self.root / folder).exists() else None
+            if (self.root / folder).exists():
+                shutil.rmtree(self.root / folder)
 
     def rename_folder(self, folder: str, to: str) -> None:
         with self._failing(f"renaming {folder}"):

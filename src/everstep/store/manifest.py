@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -24,8 +25,6 @@ Record = TypeVar("Record", Commit, Part, RunRecord, Attempt)
 
 _COMMIT_NAME = re.compile(r"step-(\d{10})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{10})")
-
-
 _MAX_RECORD_BYTES = 256 << 20
 RUN_RECORD = "run.json"
 
@@ -166,12 +165,10 @@ def read_data(tier: Tier, part: Part) -> memoryview:
     return image
 
 
-def check_chunks(image: memoryview, chunks: tuple[int, ...], chunk_bytes: int, bad: object) -> None:
+def check_chunks(image: memoryview, chunks: tuple[int, ...], chunk_bytes: int, bad: Callable[..., Damaged]) -> None:
     """Compare an image with its checksums; `bad` makes the error from a reason and a chunk."""
-    from concurrent.futures import ThreadPoolExecutor
-
     if chunk_bytes != CHUNK_BYTES or len(chunks) != -(-len(image) // chunk_bytes):
-        raise bad(f"{len(chunks)} checksums do not fit {len(image)} bytes")  # type: ignore[operator]
+        raise bad(f"{len(chunks)} checksums do not fit {len(image)} bytes")
 
     def check(index: int) -> bool:
         at = index * chunk_bytes
@@ -180,7 +177,7 @@ def check_chunks(image: memoryview, chunks: tuple[int, ...], chunk_bytes: int, b
     with ThreadPoolExecutor(4) as pool:
         for index, good in enumerate(pool.map(check, range(len(chunks)))):
             if not good:
-                raise bad("the bytes do not match their checksum", index)  # type: ignore[operator]
+                raise bad("the bytes do not match their checksum", index)
 
 
 def uncovered(parts: Iterable[tuple[Piece, ...]]) -> str | None:

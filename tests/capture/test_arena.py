@@ -1,0 +1,61 @@
+"""An arena in other hands than those that made it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lives import live, must_finish, run_directory, train_tiny
+from torch import nn
+
+import everstep
+from everstep.capture.arena import Arena
+from everstep.image import FORMAT, lay_out
+from everstep.types import ImageInfo
+
+
+def die(run: everstep.Run) -> None:
+    if run.step == 3:
+        run.wait("sealed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_memory_that_a_new_model_outgrew_is_really_given_back() -> None:
+    held: list[str] = []
+
+    def look(run: everstep.Run) -> None:
+        if run.step >= 5:
+            paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+            links = [os.readlink(path) for path in paths if os.path.lexists(path)]
+            held[:] = [link for link in links if "everstep-" in link and link.endswith("(deleted)")]
+
+    def larger() -> dict[str, Any]:
+        model = nn.Linear(8, 30)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with everstep.guard(model, optimizer, dir=directory, steps=9, keeper="inline", strict=False) as run:
+            while not run.done():
+                model(torch.ones(1, 8)).sum().backward()
+                optimizer.step()
+                time.sleep(0.06)  # the keeper looks every 0.05 s
+                look(run)
+        return {"held": held}
+
+    with run_directory() as directory:
+        assert live(lambda: train_tiny(directory, die)).killed
+        assert must_finish(larger)["held"] == []
+
+
+def test_whoever_takes_over_a_damaged_arena_does_not_seal_into_its_damage(tmp_path: Path) -> None:
+    run = "ab" * 16
+    layout = lay_out([], ImageInfo(format=FORMAT, run=run, rank=0, world=1), 100)
+    arena = Arena.create(tmp_path, run=run, rank=0, world=1, layout=layout, slots=2)
+    arena.slots[1][20] ^= 1
+    successor = Arena.open(Path(arena.place))
+    successor.adopt(layout)
+    assert [buffer[: len(layout.header)] for buffer in arena.slots] == [layout.header] * 2
+    successor.close()
+    arena.close()
