@@ -184,6 +184,7 @@ class Keeper:
             if hello.generation != self._generation:
                 self._begin_life(hello)
             if earlier is not None:
+                self._lose(earlier)
                 session.arena, session.leased, session.outgrown = earlier.arena, earlier.leased, earlier.outgrown
             self._sessions[hello.rank] = session
             try:
