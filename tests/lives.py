@@ -174,7 +174,10 @@ def cuts_made(directory: Path) -> int:
     """How many steps the dead had cut, from the memory that outlived them."""
     run = run_of(directory)
     arenas = list(find_arenas(arena_root(None), run)) if run else []
-    return max((arena.live().step for arena in arenas), default=0)
+    newest = max((arena.live().step for arena in arenas), default=0)
+    for arena in arenas:
+        arena.close()
+    return newest
 
 
 def run_of(directory: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lives import live, must_finish, run_directory, train_tiny
+from lives import live, must_finish, run_directory, run_of, train_tiny
 from torch import nn
 
 import everstep
@@ -31,7 +31,7 @@ def test_memory_that_a_new_model_outgrew_is_really_given_back() -> None:
         if run.step >= 5:
             paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
             links = [os.readlink(path) for path in paths if os.path.lexists(path)]
-            held[:] = [link for link in links if "everstep-" in link and link.endswith("(deleted)")]
+            held[:] = [link for link in links if run_of(directory) in link and link.endswith("(deleted)")]
 
     def larger() -> dict[str, Any]:
         model = nn.Linear(8, 30)
