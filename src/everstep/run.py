@@ -124,14 +124,14 @@ class Run:
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
         self._lock = claim.hold(chosen.directory, self._place)
         self._run = claim.identity(chosen.directory, self._place, self._emit)
-        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
-            sign(folder, chosen.directory, self._emit)
         with self._sources() as sources:
             source = self._restore(sources)
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
+        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
+            sign(folder, chosen.directory, self._emit)
         self._capture = Capture(
             state.subjects, topology=self._place, settings=chosen, run=self._run, generation=generation,
             emit=self._emit, attach=self._keeper.attach, left=self._left_by_earlier_life(),

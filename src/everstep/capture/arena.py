@@ -301,7 +301,11 @@ def open_root(path: str | None) -> Path:
 
 def find_arenas(root: Path, run: str, broken: list[str] | None = None) -> Iterator[Arena]:
     """Every readable arena of a run on this node. Why others cannot be read goes to `broken`, if they ever held any."""
-    for folder in sorted((root / run).glob("rank-*")):
+    try:
+        folders = sorted((root / run).glob("rank-*"))
+    except FileNotFoundError:
+        return  # an ending keeper has just removed it
+    for folder in folders:
         try:
             arena = Arena.open(folder)
         except (OSError, ValueError) as error:

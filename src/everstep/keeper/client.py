@@ -88,22 +88,27 @@ class KeeperClient:
             leave(find_runtime_folder(self._run))
 
     def _introduce(self) -> None:
-        assert self._hello is not None
+        failure = ""
         for attempt in range(_ATTEMPTS):
-            self._channel = self._connect()
-            if self._channel is not None:
-                try:
-                    self._channel.send(self._hello)
-                    heard = self._channel.receive()
-                except KeeperLost:
-                    heard = None
-                if heard is not None and isinstance(heard[0], Welcome):
-                    self.leased = heard[0].leased
-                    if self._arena is not None:
-                        self._channel.send(Attach(place=self._arena.place), self._arena.descriptors)
+            try:
+                self._channel = self._connect()
+                if self._channel is not None and self._is_welcome(self._channel):
                     return
+            except KeeperLost as error:
+                failure = f": {error}"
             time.sleep(0.1 * attempt)  # it was just ending: a new one will do
-        raise KeeperLost(f"no keeper for {self._directory} after {_ATTEMPTS} attempts")
+        raise KeeperLost(f"no keeper for {self._directory} after {_ATTEMPTS} attempts{failure}")
+
+    def _is_welcome(self, channel: Channel) -> bool:
+        assert self._hello is not None
+        channel.send(self._hello)
+        heard = channel.receive()
+        if heard is None or not isinstance(heard[0], Welcome):
+            return False
+        self.leased = heard[0].leased
+        if self._arena is not None:
+            channel.send(Attach(place=self._arena.place), self._arena.descriptors)
+        return True
 
     def _connect(self) -> Channel | None:
         if self._kind == "inline":

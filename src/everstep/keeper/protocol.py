@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import msgspec
 from everstep.capture.arena import arena_root, open_root
 from everstep.errors import KeeperLost
 
+OWNER_NOTE = "directory"  # beside the arenas of a run: where its disk is
 _MAX_MESSAGE = 64 << 10
 _MAX_DESCRIPTORS = 253
 
@@ -167,9 +167,24 @@ def runtime_folder(run: str, path: str | None = None) -> Path:
 
 
 def leave(folder: Path) -> None:
-    """Remove a run's directory on this node, unless an arena is still in it."""
-    if folder.is_dir() and not any(folder.glob("rank-*")):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove a run's directory on this node, unless an arena is still in it.
+
+    A new life may be moving in at this very moment, so nothing is removed that could be its own: the last move is one
+    that the kernel refuses for a folder that is not empty.
+    """
+    note = folder / OWNER_NOTE
+    try:
+        if any(folder.glob("rank-*")):
+            return
+        said = note.read_bytes() if note.exists() else b""
+        note.unlink(missing_ok=True)
+        try:
+            folder.rmdir()
+        except OSError:
+            if said and folder.is_dir() and not note.exists():
+                note.write_bytes(said)
+    except FileNotFoundError:
+        return  # somebody else has just removed it
 
 
 def find_runtime_folder(run: str) -> Path:

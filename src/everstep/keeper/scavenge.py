@@ -15,12 +15,11 @@ from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Sink
 from everstep.keeper import flush
-from everstep.keeper.protocol import connect, find_runtime_folder, leave
+from everstep.keeper.protocol import OWNER_NOTE, connect, find_runtime_folder, leave
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, run_name
 from everstep.topology import process_alive
 
-_DIRECTORY = "directory"  # beside the arenas of a run: where its disk is
 _NEWBORN_S = 60.0
 
 
@@ -91,7 +90,7 @@ def _is_used(folder: Path, arenas: list[Arena]) -> bool:
 
 def sign(folder: Path, directory: Path, emit: Sink) -> None:
     """Say beside the memory where its disk is, so that gc can save what only memory holds."""
-    path, said = folder / _DIRECTORY, os.fsencode(directory)
+    path, said = folder / OWNER_NOTE, os.fsencode(directory)
     try:
         if not path.exists() or path.read_bytes() != said:
             temporary = path.with_name(f".{path.name}-{os.getpid()}")
@@ -104,12 +103,12 @@ def sign(folder: Path, directory: Path, emit: Sink) -> None:
 def _owner(folder: Path) -> Path | None:
     """The run's directory; None if it is gone or another run's by now. Damaged if that cannot be told."""
     try:
-        said = (folder / _DIRECTORY).read_bytes()
+        said = (folder / OWNER_NOTE).read_bytes()
     except OSError:
         said = b""
     directory = Path(os.fsdecode(said))
     if not directory.is_absolute() or b"\0" in said:
-        raise Damaged("it is not known whose memory this is", file=str(folder / _DIRECTORY))
+        raise Damaged("it is not known whose memory this is", file=str(folder / OWNER_NOTE))
     try:
         return directory if run_name(DiskTier(directory)) == folder.name else None
     except (FileNotFoundError, NotADirectoryError):
