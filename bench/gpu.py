@@ -466,9 +466,8 @@ def main() -> None:
         exact_child(given.exact_child, given.scratch, given.kill)
         return
     chosen = [name for name in (EXACT if given.exact else CASES) if not given.only or name in given.only.split(",")]
-    command = (
-        "python bench/gpu.py" + (" --exact" if given.exact else "") + (f" --only {given.only}" if given.only else "")
-    )
+    flags = [f"--{name}" for name in ("exact", "quick") if getattr(given, name)]
+    command = " ".join(["python bench/gpu.py", *flags, *(["--only", given.only] if given.only else [])])
     report = Report(title="Everstep on one GPU", command=command, machine=machine())
     with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=given.scratch, ignore_cleanup_errors=True) as folder:
         if given.exact:
