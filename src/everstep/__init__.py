@@ -5,7 +5,7 @@ archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
 types errors events config image topology
 # the road out: a byte leaves the model
-capture/        off the device, without stopping it     layout arena shape snapshot extras position
+capture/        off the device, without stopping it     layout arena  copier shape snapshot extras position
 store/          onto a medium, all or nothing           tier disk memory manifest retain claim
 keeper/         out of the trainer's way                protocol flush scavenge keeper process client
 # the road home: a byte returns

@@ -25,6 +25,7 @@ from torch import nn
 from everstep import topology
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
+from everstep.capture.copier import Copier
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
 from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
@@ -132,8 +133,9 @@ class Run:
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
             sign(folder, chosen.directory, self._emit)
+        self._copier = Copier()
         self._capture = Capture(
-            state.subjects, topology=self._place, settings=chosen, run=self._run, generation=generation,
+            state.subjects, self._copier, topology=self._place, settings=chosen, run=self._run, generation=generation,
             emit=self._emit, attach=self._keeper.attach, left=self._left_by_earlier_life(),
             resumed_from=self.resumed_from,
             leased=set(self._keeper.leased),
@@ -341,6 +343,7 @@ class Run:
     def _release(self, *, final: bool) -> None:
         self._closed = True
         self._capture.close()
+        self._copier.close()
         self._keeper.close(final=final)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import xxhash
 
@@ -31,14 +31,17 @@ from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 SHARED_MEMORY = Path("/dev/shm")
 MEMFD = "memfd"
 
+ArenaKind = Literal["base", "log"]  # a slot holds a whole state, or what one step consumed (then it is a ring)
+
 _MAGIC = b"EVERSTEP"
-_HEADER = struct.Struct("<8sIIIIQQ32s")  # magic, format, rank, world, slots, slot bytes, layout digest, run
+_HEADER = struct.Struct("<8sIIIIQQ32s8s")  # magic, format, rank, world, slots, slot bytes, layout digest, run, kind
 _OWNER = struct.Struct("<Q")  # pid; not in the header, which is never written again, so that no crash can tear it
 _LIVE = struct.Struct("<Qd")  # newest step, time of its cut
+_TAKEN = struct.Struct("<Q")  # of a ring: the newest step whose record is on a medium; written by the keeper
 _SEAL = struct.Struct("<QQdQQ32s")  # sequence, step, cut time, length, layout digest, generation
 _CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
 _SUM = struct.Struct("<Q")
-_OWNER_AT, _LIVE_AT, _SEALS_AT, _SEAL_BYTES = 128, 256, 512, 128
+_OWNER_AT, _LIVE_AT, _TAKEN_AT, _SEALS_AT, _SEAL_BYTES = 128, 256, 384, 512, 128
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
 
 
@@ -87,15 +90,16 @@ class Arena:
         fields = _unpack(_HEADER, self.control, 0)
         if fields is None or fields[0] != _MAGIC:
             raise Damaged("not an arena, or its control page is damaged", file=place)
-        _, version, rank, world, count, slot_bytes, layout_digest, run = fields
+        _, version, rank, world, count, slot_bytes, layout_digest, run, kind = fields
         self.rank: int = rank
         self.world: int = world
         self.slot_bytes: int = slot_bytes
         self.layout_digest: int = layout_digest
         self.pid: int = _OWNER.unpack_from(self.control, _OWNER_AT)[0]
         self.run: str = run.decode()
-        if version != FORMAT or count != len(slots) or count > MAX_SLOTS:
-            raise Damaged(f"an arena of format {version} with {count} slots", file=place)
+        self.kind: ArenaKind = kind.rstrip(b"\0").decode()
+        if version != FORMAT or count != len(slots) or count > MAX_SLOTS or self.kind not in get_args(ArenaKind):
+            raise Damaged(f"an arena of format {version} with {count} slots for {self.kind!r}", file=place)
         if any(os.fstat(slot).st_size != self.slot_bytes for slot in slots):
             raise Damaged("an arena whose slots are cut off", file=place)
         if len(self.control) < BLOCK + count * _checks_bytes(slot_bytes):
@@ -105,15 +109,18 @@ class Arena:
     # -- making and finding
 
     @classmethod
-    def create(cls, root: Path | None, *, run: str, rank: int, world: int, layout: ImageLayout, slots: int) -> Arena:
+    def create(
+        cls, root: Path | None, *, kind: ArenaKind = "base", run: str, rank: int, world: int, layout: ImageLayout,
+        slots: int,
+    ) -> Arena:  # fmt: skip
         """A new arena with empty slots: under `root`, or of memfds if there is none. Memory is taken now or refused."""
         size = layout.total_bytes
         control_bytes = BLOCK + slots * _checks_bytes(size)
-        header = _HEADER.pack(_MAGIC, FORMAT, rank, world, slots, size, layout.digest, run.encode())
+        header = _HEADER.pack(_MAGIC, FORMAT, rank, world, slots, size, layout.digest, run.encode(), kind.encode())
         names = ["control", *(f"slot-{i}.safetensors" for i in range(slots))]
         folder = None
         if root is not None:
-            folder = root / run / f"rank-{rank:05d}-{layout.digest:016x}"
+            folder = root / run / f"rank-{rank:05d}-{kind}-{layout.digest:016x}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, mode=0o700)
         opened: list[int] = []
@@ -196,6 +203,12 @@ class Arena:
         free = [slot for slot in range(len(self.slots)) if slot not in barred]
         return min(free, key=lambda slot: seals[slot].sequence if slot in seals else -1, default=None)
 
+    def taken_slot(self) -> int | None:
+        """Of a ring: a slot whose record is on a medium, or that has none."""
+        seals, taken = self.seals(), self.taken()
+        free = [slot for slot in range(len(self.slots)) if slot not in seals or seals[slot].step <= taken]
+        return min(free, key=lambda slot: seals[slot].sequence if slot in seals else -1, default=None)
+
     def unseal(self, slot: int) -> None:
         self.before("unseal")
         at = _SEALS_AT + slot * _SEAL_BYTES
@@ -206,6 +219,8 @@ class Arena:
         for slot, seal in self.seals().items():
             if step is None or seal.step > step:
                 self.unseal(slot)
+        if self.taken() > (step or 0):
+            self.set_taken(step or 0)
 
     def seal(self, slot: int, *, step: int, cut_time: float, generation: str) -> None:
         self.before("seal")
@@ -223,7 +238,15 @@ class Arena:
     def set_live(self, step: int, cut_time: float) -> None:
         self.control[_LIVE_AT : _LIVE_AT + _LIVE.size + _SUM.size] = _pack(_LIVE.pack(step, cut_time))
 
+    def set_taken(self, step: int) -> None:
+        """The keeper's word: records up to this step may be overwritten."""
+        self.control[_TAKEN_AT : _TAKEN_AT + _TAKEN.size + _SUM.size] = _pack(_TAKEN.pack(step))
+
     # -- any reader's side
+
+    def taken(self) -> int:
+        fields = _unpack(_TAKEN, self.control, _TAKEN_AT)
+        return fields[0] if fields else 0
 
     def live(self) -> Live:
         fields = _unpack(_LIVE, self.control, _LIVE_AT)

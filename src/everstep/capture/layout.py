@@ -41,6 +41,7 @@ class Entry:
     gate: int | None  # the optimizer whose step overwrites it; None: if anybody, the loop, after a step
     at_cut: bool  # may change at any time after the cut, so it is copied in the cut
     common: bool  # the same on every rank
+    family: str  # the parameter that it is, or that it is an optimizer's state of; else its own name
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Subjects:
             (at_cut if how["at_cut"] else watch).add(holder, key, tensor)
             known = entries.get(id(tensor))
             if known is None:
-                entries[id(tensor)] = Entry(name=name, tensor=tensor, **how)
+                entries[id(tensor)] = Entry(name=name, tensor=tensor, family=how.pop("family", name), **how)
             elif known.name != name:
                 aliases[name] = known.name
 
@@ -205,7 +206,7 @@ class Subjects:
                             full = f"{prefix}.state.{name}.{key}"
                             if value.device != parameter.device:
                                 on_host.append(full)
-                            add(full, value, state, key, gate=i, at_cut=False, common=same)
+                            add(full, value, state, key, gate=i, at_cut=False, common=same, family=name)
         for key in ("_scale", "_growth_tracker"):
             value = getattr(self.scaler, key, None)
             if isinstance(value, Tensor):
@@ -279,28 +280,54 @@ def _check_unique(entries: Any) -> None:
 
 
 def share(entries: Sequence[Entry], rank: int, world: int) -> list[Share]:
-    """What this rank keeps: all of its own, and its part of what is common, cut between rows."""
-    total = sum(entry.tensor.nbytes for entry in entries if entry.common)
-    low, high = total * rank // world, total * (rank + 1) // world
-    kept: list[Share] = []
-    at = 0
+    """What this rank keeps: all of its own, and its part of what is common, cut between rows.
+
+    A parameter and its optimizer's state are cut at the same rows, so that whoever keeps some rows of them can repeat
+    their update. What has other rows than its parameter stays with the parameter's first row.
+    """
+    families: dict[str, list[Entry]] = {}
     for entry in entries:
-        shape, size = entry.tensor.shape, entry.tensor.nbytes
-        rows = shape[0] if shape else 1
-        if not entry.common:
-            kept.append(Share(entry, 0, rows))
-            continue
-        row_bytes = size // rows if rows else 0
-        if row_bytes == 0:
-            first, last = 0, rows if rank == 0 else 0
-            empty = rank != 0
+        if entry.common:
+            families.setdefault(entry.family, []).append(entry)
+    row_bytes = {name: sum(map(_row_bytes, _alike(members))) for name, members in families.items()}
+    total = sum(row_bytes[name] * _rows(members[0]) for name, members in families.items())
+    low, high = total * rank // world, total * (rank + 1) // world
+    spans: dict[str, tuple[int, int]] = {}  # whose rows are whose
+    at = 0
+    for name, members in families.items():
+        rows, size = _rows(members[0]), row_bytes[name]
+        if size == 0:
+            spans[name] = (0, rows if rank == 0 else -1)
         else:
-            first, last = (min(rows, max(0, -((at - edge) // row_bytes))) for edge in (low, high))
-            empty = first == last
-        if not empty:
+            first, last = (min(rows, max(0, -((at - edge) // size))) for edge in (low, high))
+            spans[name] = (first, last if first < last else -1)
+        at += size * rows
+    kept: list[Share] = []
+    for entry in entries:
+        if not entry.common:
+            kept.append(Share(entry, 0, _rows(entry)))
+            continue
+        first, last = spans[entry.family]
+        if last < 0:
+            continue
+        if entry.tensor.shape == families[entry.family][0].tensor.shape:
             kept.append(Share(entry, first, last - first))
-        at += size
+        elif first == 0:
+            kept.append(Share(entry, 0, _rows(entry)))
     return kept
+
+
+def _rows(entry: Entry) -> int:
+    return entry.tensor.shape[0] if entry.tensor.dim() else 1
+
+
+def _row_bytes(entry: Entry) -> int:
+    return entry.tensor.nbytes // max(1, _rows(entry))
+
+
+def _alike(family: list[Entry]) -> list[Entry]:
+    """The members that are cut like their parameter, which comes first."""
+    return [entry for entry in family if entry.tensor.shape == family[0].tensor.shape]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ in the cut. The copier seals one base before it copies the next, so ranks never 
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,10 +26,11 @@ from typing import Any
 import torch
 
 from everstep.capture.arena import Arena, choose_place
+from everstep.capture.copier import Copier
 from everstep.capture.layout import Subjects
 from everstep.capture.shape import Lane, Shape, Views, make_shape
 from everstep.config import Settings
-from everstep.errors import BadConfig, EverstepError
+from everstep.errors import BadConfig
 from everstep.events import Arena as ArenaMade
 from everstep.events import Degraded, Sink, Skipped
 from everstep.image import ImageLayout
@@ -54,6 +54,7 @@ class Capture:
     def __init__(
         self,
         subjects: Subjects,
+        copier: Copier,
         *,
         topology: Topology,
         settings: Settings,
@@ -75,13 +76,10 @@ class Capture:
         self._shape: Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self.stepped = False
-        self._lock = threading.Condition()
+        self._copier, self._lock = copier, copier.changed
         self._leased: set[int] = leased
-        self._job: _Job | None = None
         self._progress = 1 << 30  # buckets of the current job whose copies are launched (device) or done (host)
-        self._failure: BaseException | None = None
         self._reshape = False
-        self._closed = False
         self._versions: int | None = None
         self._cuts = 0
         self._fence_in_cut = False
@@ -99,8 +97,6 @@ class Capture:
             arena.unseal_after(resumed_from)
             if resumed_from is not None and arena.slot_of(resumed_from) is not None:
                 self._use(arena)  # so that the keeper can save what was restored from memory
-        self._thread = threading.Thread(target=self._work, name="everstep-copier", daemon=True)
-        self._thread.start()
 
     # -- hooks on the optimizers
 
@@ -131,11 +127,9 @@ class Capture:
 
     def cut(self, step: int, extras: bytes) -> None:
         """The state is consistent now: begin to copy it."""
-        self._raise_failure()
+        self._copier.raise_failure()
         begin = time.perf_counter()
-        if self._job is not None:
-            with self._lock:
-                self._lock.wait_for(lambda: self._job is None)
+        self._copier.wait()
         shape = self._shape
         if shape is not None and not shape.listing.unchanged_at_cut() and not shape.rebind(self._subjects):
             self._reshape = True
@@ -149,18 +143,16 @@ class Capture:
         cut_time = time.time()
         shape.arena.set_live(step, cut_time)
         self._watch_versions(shape)
-        with self._lock:
-            self._progress = 0
-            self._job = _Job(step, cut_time, extras)
-            self._lock.notify_all()
-            if self._fence_in_cut:
-                self._lock.wait_for(lambda: self._job is None)
+        self._progress = 0
+        job = _Job(step, cut_time, extras)
+        self._copier.submit(lambda: self._take(job))
+        if self._fence_in_cut:
+            self._copier.wait()
         self.stall_s += time.perf_counter() - begin
 
     def wait_sealed(self) -> None:
-        with self._lock:
-            self._lock.wait_for(lambda: self._job is None)
-        self._raise_failure()
+        self._copier.wait()
+        self._copier.raise_failure()
 
     def lease(self, step: int) -> int | None:
         """Keep the slot of a sealed step as it is until `release`; None if it is no longer there."""
@@ -180,20 +172,11 @@ class Capture:
         return self._arena
 
     def close(self) -> None:
-        with self._lock:
-            self._lock.wait_for(lambda: self._job is None)
-            self._closed = True
-            self._lock.notify_all()
-        self._thread.join()
+        self._copier.wait()
         for handle in self._handles:
             handle.remove()
         if self._shape is not None:
             _unpin(self._shape)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise EverstepError(f"capturing failed: {failure}") from failure
 
     def _watch_versions(self, shape: Shape) -> None:
         """In the first captures, remember how often each gated tensor was written, to compare at the gate."""
@@ -220,8 +203,8 @@ class Capture:
 
     def _unseal_newest(self, shape: Shape) -> None:
         """The capture in flight may be torn: it must not be found."""
+        self._copier.wait()
         with self._lock:
-            self._lock.wait_for(lambda: self._job is None)
             slot = shape.arena.slot_of(self.sealed_step) if self.sealed_step is not None else None
             if slot is not None:
                 shape.arena.unseal(slot)  # if the keeper is reading it, it finds the seal gone and drops what it wrote
@@ -284,22 +267,11 @@ class Capture:
 
     # -- the copier thread
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._job is not None or self._closed)
-                job = self._job
-            if job is None:
-                return
-            try:
-                self._copy_and_seal(job)
-            except BaseException as error:
-                self._failure = error
-            finally:
-                self._advance(1 << 30)
-                with self._lock:
-                    self._job = None
-                    self._lock.notify_all()
+    def _take(self, job: _Job) -> None:
+        try:
+            self._copy_and_seal(job)
+        finally:
+            self._advance(1 << 30)  # whatever happened, no update waits for it
 
     def _advance(self, progress: int) -> None:
         with self._lock:
