@@ -38,13 +38,49 @@ class Rejected(Event, frozen=True, kw_only=True):
     reason: str
 
 
-class Arena(Event, frozen=True, kw_only=True):
+class ArenaMade(Event, frozen=True, kw_only=True):
     rank: int
     slots: int
     slot_bytes: int
     place: str
     buckets: int
     pinned: bool
+
+
+class RingMade(Event, frozen=True, kw_only=True):
+    """Where records lie until the keeper has taken them."""
+
+    rank: int
+    slots: int
+    record_bytes: int
+    place: str
+    pinned: bool
+
+
+class ChainEnded(Event, frozen=True, kw_only=True):
+    """A step could not be recorded: the log goes on from the next base."""
+
+    rank: int
+    step: int
+    reason: str
+
+
+class Replayed(Event, frozen=True, kw_only=True):
+    """Steps that existed only as records were repeated."""
+
+    rank: int
+    base: int
+    steps: int
+    seconds: float
+
+
+class Logged(Event, frozen=True, kw_only=True):
+    """The first records of a segment are on disk; from now on every step follows."""
+
+    rank: int
+    first: int
+    last: int
+    bytes: int
 
 
 class Skipped(Event, frozen=True, kw_only=True):
@@ -105,7 +141,11 @@ class Finished(Event, frozen=True, kw_only=True):
 AnyEvent = (
     Started
     | Rejected
-    | Arena
+    | ArenaMade
+    | RingMade
+    | ChainEnded
+    | Logged
+    | Replayed
     | Skipped
     | Persisted
     | Degraded

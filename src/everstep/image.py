@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 import msgspec
 import xxhash
@@ -180,10 +181,19 @@ def header_bytes(data: memoryview) -> int:
     return int(min(8 + size, 8 + MAX_HEADER_BYTES, len(data)))
 
 
-def extras_of(layout: ImageLayout, image: memoryview, *, file: str = "") -> bytes:
+@lru_cache(maxsize=16)
+def parse_cached(header: bytes, total_bytes: int, file: str) -> tuple[ImageLayout, ImageInfo]:
+    """Many tensors take long to read, and their header is the same at every step."""
+    return parse(header, total_bytes, file=file)
+
+
+def extras_of(layout: ImageLayout, image: memoryview) -> bytes:
+    return extras_in(image[layout.extras_offset : layout.extras_offset + layout.extras_bytes])
+
+
+def extras_in(room: memoryview) -> bytes:
     """The payload of EXTRAS: a length, then that many bytes."""
-    (length,) = struct.unpack_from("<Q", image, layout.extras_offset)
-    if length > layout.extras_bytes - 8:
-        raise Damaged(f"extras claim {length} of {layout.extras_bytes - 8} bytes", file=file)
-    begin = layout.extras_offset + 8
-    return bytes(image[begin : begin + length])
+    (length,) = struct.unpack_from("<Q", room)
+    if length > len(room) - 8:
+        raise Damaged(f"extras claim {length} of {len(room) - 8} bytes")
+    return bytes(room[8 : 8 + length])

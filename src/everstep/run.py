@@ -29,12 +29,12 @@ from everstep.capture.copier import Copier
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
 from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
-from everstep.errors import BadConfig, EverstepError, Mismatch
+from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.protocol import Hello, runtime_folder
 from everstep.keeper.scavenge import sign
-from everstep.recover.load import clear_attempt, find, note_attempt
+from everstep.recover.resume import resume
 from everstep.recover.state import State, is_stateful
 from everstep.recover.survey import Sources
 from everstep.store import claim
@@ -125,8 +125,7 @@ class Run:
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
         self._lock = claim.hold(chosen.directory, self._place)
         self._run = claim.identity(chosen.directory, self._place, self._emit)
-        with self._sources() as sources:
-            source = self._restore(sources)
+        source = self._restore()
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
@@ -177,35 +176,20 @@ class Run:
                 arena.close()
         return mine
 
-    def _restore(self, sources: Sources) -> str:
-        found = find(sources, self._place, self._emit)
-        if found is None:
+    def _restore(self) -> str:
+        with self._sources() as sources:
+            resumed = resume(
+                sources, self._state, self._feed, self._place, strict=self.settings.strict, emit=self._emit
+            )
+        if resumed is None:
             return "nothing"
-        checkpoint, plan = found
-        try:
-            differing = self._state.restore(checkpoint, strict=self.settings.strict)
-            if self._feed is not None and checkpoint.extras["position"] is not None:
-                self._feed.restore(checkpoint.extras["position"])
-        except Mismatch:
-            if self._place.rank == 0:
-                clear_attempt(sources, self._emit)  # the program is to blame, not the checkpoint
-            raise
-        except Exception as error:
-            if self._place.rank == 0:
-                note_attempt(sources, checkpoint.step, self._emit, error=f"{type(error).__name__}: {error}")
-            raise
-        for difference in differing:
-            self._emit(Degraded(what="loaded with strict=False", reason=difference))
-        self.step = self.resumed_from = checkpoint.step
-        self._finished = self._had_finished = self._is_finished(checkpoint.extras["finished_at"])
-        self._random = checkpoint.extras["random"] if checkpoint.own else None
+        latest = resumed.latest
+        self.step = self.resumed_from = latest.step
+        self._finished = self._had_finished = self._is_finished(latest.extras["finished_at"])
+        self._random = latest.extras["random"] if latest.own else None
         if self._random is not None:
             trees.set_random_state(self._random)
-        topology.exchange(b"", self._place)  # nobody forgets the attempt before all are through
-        if self._place.rank == 0:
-            clear_attempt(sources, self._emit)
-        sources.close()
-        return " and ".join(sorted({part.source for part in plan.parts}, reverse=True))
+        return resumed.source
 
     def _is_finished(self, limits: list[int | None] | None) -> bool:
         """Whether the run had come to its end, unless it may now go further. If one rank had, all have."""

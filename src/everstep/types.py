@@ -158,6 +158,19 @@ class Holding(Noun, frozen=True, kw_only=True):
     checked: bool = True  # carries checksums
 
 
+class Records(Noun, frozen=True, kw_only=True):
+    """What one rank consumed in every step from `first` to `last`, as far as somebody still has it."""
+
+    source: Source
+    node: str
+    rank: int
+    world: int
+    first: int
+    last: int
+    bytes: int  # of one
+    cut_time: float  # of the last
+
+
 class Rejection(Noun, frozen=True, kw_only=True):
     step: int  # 0: not known
     source: Source | Literal["any"]
@@ -169,17 +182,23 @@ class Survey(Noun, frozen=True, kw_only=True):
     """What the surviving memories and tiers hold, and what they hold in vain."""
 
     holdings: tuple[Holding, ...]
+    records: tuple[Records, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     attempts: tuple[Attempt, ...] = ()
 
 
 class Plan(Noun, frozen=True, kw_only=True):
-    """Which step to restore, and for each old rank's part, from where."""
+    """Which step to restore, and from where: each old rank's part of a base, and the records that follow it."""
 
     step: int | None
     world: int
     parts: tuple[Holding, ...]
     rejections: tuple[Rejection, ...]
+    records: tuple[Records, ...] = ()  # for every rank, one after the other, from the base's step to `step`
+
+    @property
+    def base(self) -> int | None:
+        return self.parts[0].step if self.parts else None
 
 
 class Exposure(Noun, frozen=True, kw_only=True):

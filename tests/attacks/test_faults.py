@@ -33,8 +33,7 @@ from everstep.capture import snapshot
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.cli import app
 from everstep.errors import EverstepError, Mismatch, NotEnoughMemory, RunHeld, Unstorable
-from everstep.events import Arena as ArenaMade
-from everstep.events import Degraded, Event, KeeperEnded, Rejected, Scavenged, Started, read_events
+from everstep.events import ArenaMade, Degraded, Event, KeeperEnded, Rejected, Scavenged, Started, read_events
 from everstep.keeper.client import keeper_pid
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.protocol import Attach, Bye, Channel, Hello, Trouble, Welcome

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from everstep.capture.arena import Arena
 from everstep.capture.layout import BUCKET_BYTES, TORCH_DTYPES, Bucket, Entry, Listing, Share, Subjects, buckets, share
 from everstep.config import Mode
 from everstep.errors import BadConfig
+from everstep.events import Degraded, Sink
 from everstep.image import FORMAT, ImageLayout, lay_out
 from everstep.topology import Topology
 from everstep.types import ImageInfo, Piece
@@ -105,7 +107,7 @@ class Shape:
         self.listing = listing
         self.shares = [Share(fresh[s.entry.name], s.first, s.rows) for s in self.shares]
         self.in_cut = [Share(fresh[s.entry.name], s.first, s.rows) for s in self.in_cut]
-        self.cut_groups = _alike(self.shadows, self.in_cut)
+        self.cut_groups = group_alike(self.shadows, self.in_cut)
         self.sources = [[s.source(fresh[s.entry.name].tensor) for s in bucket.shares] for bucket in self.buckets]
         return True
 
@@ -138,13 +140,13 @@ def make_shape(
     layout = lay_out([s.wanted() for s in ordered], info, 2 * extras_bytes + _EXTRAS_MARGIN)
     places = {piece.name: piece for piece in layout.pieces}
     base = len(layout.header)
-    runs = _runs([s for s in ordered if is_gathered(s)], places, base)
+    runs = make_runs([s for s in ordered if is_gathered(s)], places, base)
     gathered_shares = [s for s in shares if is_gathered(s)]
     straight_shares = [s for s in shares if not is_gathered(s)]
     count = len(subjects.optimizers)
     groups = buckets(gathered_shares, order, count) + buckets(straight_shares, order, count)
     in_cut = [s for s in shares if s.entry.at_cut]
-    shadows = [_place(runs, s, places, base) if is_gathered(s) else torch.empty_like(s.source()) for s in in_cut]
+    shadows = [place_in(runs, s, places, base) if is_gathered(s) else torch.empty_like(s.source()) for s in in_cut]
     arena = arena_for(layout)
     flats = [torch.frombuffer(slot, dtype=torch.uint8) for slot in arena.slots]
     return Shape(
@@ -154,27 +156,27 @@ def make_shape(
         buckets=groups,
         sources=[[s.source() for s in bucket.shares] for bucket in groups],
         gathered={
-            i: [_place(runs, s, places, base) for s in bucket.shares]
+            i: [place_in(runs, s, places, base) for s in bucket.shares]
             for i, bucket in enumerate(groups)
             if is_gathered(bucket.shares[0])
         },
         gates=_gates(groups),
         in_cut=in_cut,
         shadows=shadows,
-        cut_groups=_alike(shadows, in_cut),
+        cut_groups=group_alike(shadows, in_cut),
         runs=runs,
         arena=arena,
         views=[
             Views(
                 flat=flat,
                 extras=flat[layout.extras_offset : layout.extras_offset + layout.extras_bytes],
-                shadows=[_view(flat, s, places, base) for s in in_cut if not is_gathered(s)],
-                buckets=[[_view(flat, s, places, base) for s in bucket.shares] for bucket in groups],
+                shadows=[view_in(flat, s, places, base) for s in in_cut if not is_gathered(s)],
+                buckets=[[view_in(flat, s, places, base) for s in bucket.shares] for bucket in groups],
             )
             for flat in flats
         ],
         events=[torch.cuda.Event() if device_of(bucket).type == "cuda" else None for bucket in groups],
-        lanes={device: _lane(device) for device in devices},
+        lanes={device: make_lane(device) for device in devices},
     )
 
 
@@ -187,7 +189,7 @@ def device_of(bucket: Bucket) -> torch.device:
     return bucket.shares[0].entry.tensor.device
 
 
-def _lane(device: torch.device) -> Lane:
+def make_lane(device: torch.device) -> Lane:
     copies = deque(torch.cuda.Event(blocking=True) for _ in range(_IN_FLIGHT))
     return Lane(torch.cuda.Stream(device), torch.cuda.Event(blocking=True), copies)
 
@@ -200,7 +202,7 @@ def _gates(groups: list[Bucket]) -> dict[int, list[int]]:
     return {optimizer: sorted(by_device.values()) for optimizer, by_device in last.items()}
 
 
-def _alike(targets: list[Tensor], shares: list[Share]) -> list[tuple[list[Tensor], list[Tensor]]]:
+def group_alike(targets: list[Tensor], shares: list[Share]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Lists of one device and dtype each, since only such are copied by one kernel."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, item in zip(targets, shares, strict=True):
@@ -213,7 +215,7 @@ def _alike(targets: list[Tensor], shares: list[Share]) -> list[tuple[list[Tensor
 # -- places
 
 
-def _view(flat: Tensor, item: Share, places: dict[str, Piece], base: int) -> Tensor:
+def view_in(flat: Tensor, item: Share, places: dict[str, Piece], base: int) -> Tensor:
     """Where a share's rows lie in memory that begins at image offset -base."""
     piece = places[item.entry.name]
     begin = base + piece.offset
@@ -222,13 +224,13 @@ def _view(flat: Tensor, item: Share, places: dict[str, Piece], base: int) -> Ten
     return whole if not piece.extent or item.rows == piece.extent[0] else whole.narrow(0, first, item.rows)
 
 
-def _place(runs: dict[torch.device, list[Run]], item: Share, places: dict[str, Piece], base: int) -> Tensor:
+def place_in(runs: dict[torch.device, list[Run]], item: Share, places: dict[str, Piece], base: int) -> Tensor:
     begin = base + places[item.entry.name].offset
     run = next(r for r in runs[item.entry.tensor.device] if r.begin <= begin < max(r.end, r.begin + 1))
-    return _view(run.memory, item, places, base - run.begin)
+    return view_in(run.memory, item, places, base - run.begin)
 
 
-def _runs(shares: Iterable[Share], places: dict[str, Piece], base: int) -> dict[torch.device, list[Run]]:
+def make_runs(shares: Iterable[Share], places: dict[str, Piece], base: int) -> dict[torch.device, list[Run]]:
     """Spare device memory for pieces that are gathered, joined where they are neighbours in the image."""
     spans: dict[torch.device, list[list[int]]] = {}
     for item in sorted(shares, key=lambda s: places[s.entry.name].offset):
@@ -243,3 +245,34 @@ def _runs(shares: Iterable[Share], places: dict[str, Piece], base: int) -> dict[
         device: [Run(a, b, torch.empty(b - a, dtype=torch.uint8, device=device)) for a, b in found]
         for device, found in spans.items()
     }
+
+
+# -- the device's side
+
+
+@contextmanager
+def on_side(lanes: dict[torch.device, Lane]) -> Iterator[None]:
+    """All side streams current, for the copies of one image."""
+    with ExitStack() as streams:
+        for lane in lanes.values():
+            streams.enter_context(torch.cuda.stream(lane.stream))
+        yield
+
+
+def pin(flats: list[Tensor], emit: Sink) -> bool:
+    for flat in flats:
+        status = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0)
+        if int(status) != 0:
+            emit(
+                Degraded(
+                    what="shared memory is not pinned",
+                    reason=f"cudaHostRegister answered {int(status)}; copies are slower. Raise the memlock limit.",
+                )
+            )
+            return False
+    return True
+
+
+def unpin(flats: list[Tensor]) -> None:
+    for flat in flats:
+        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())

@@ -21,18 +21,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from everstep.capture.arena import Arena, choose_place
 from everstep.capture.copier import Copier
 from everstep.capture.layout import Subjects
-from everstep.capture.shape import Lane, Shape, Views, make_shape
+from everstep.capture.shape import Shape, Views, make_shape, on_side, pin, unpin
 from everstep.config import Settings
 from everstep.errors import BadConfig
-from everstep.events import Arena as ArenaMade
-from everstep.events import Degraded, Sink, Skipped
+from everstep.events import ArenaMade, Degraded, Sink, Skipped
 from everstep.image import ImageLayout
 from everstep.topology import Topology
 
@@ -175,8 +173,8 @@ class Capture:
         self._copier.wait()
         for handle in self._handles:
             handle.remove()
-        if self._shape is not None:
-            _unpin(self._shape)
+        if self._shape is not None and self._shape.lanes:
+            unpin([v.flat for v in self._shape.views])
 
     def _watch_versions(self, shape: Shape) -> None:
         """In the first captures, remember how often each gated tensor was written, to compare at the gate."""
@@ -221,7 +219,7 @@ class Capture:
             extras_bytes=extras_bytes,
             arena_for=self._make_arena,
         )
-        pinned = _pin(shape, self._emit) if shape.lanes else False
+        pinned = pin([v.flat for v in shape.views], self._emit) if shape.lanes else False
         self._emit(
             ArenaMade(
                 rank=self._topology.rank, slots=len(shape.arena.slots), slot_bytes=shape.arena.slot_bytes,
@@ -237,7 +235,8 @@ class Capture:
         """
         self._seals = 0
         if self._shape is not None:
-            _unpin(self._shape)
+            if self._shape.lanes:
+                unpin([v.flat for v in self._shape.views])
             self._left.append(self._shape.arena)
         fitting = [a for a in self._left if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]
         if fitting:
@@ -316,7 +315,7 @@ class Capture:
             arena.close()  # an open descriptor would hold its memory
 
     def _copy(self, shape: Shape, views: Views) -> None:
-        with _side(shape.lanes):
+        with on_side(shape.lanes):
             for index, sources in enumerate(shape.sources):
                 lane, event = shape.lanes.get(sources[0].device), shape.events[index]
                 gathered = shape.gathered.get(index)
@@ -340,38 +339,3 @@ class Capture:
 
     def _skip(self, job: _Job, reason: str) -> None:
         self._emit(Skipped(rank=self._topology.rank, step=job.step, reason=reason))
-
-
-class _side:
-    """All side streams current, for the copies of one base."""
-
-    def __init__(self, lanes: dict[torch.device, Lane]) -> None:
-        self._contexts = [torch.cuda.stream(lane.stream) for lane in lanes.values()]
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
-
-
-def _pin(shape: Shape, emit: Sink) -> bool:
-    for views in shape.views:
-        status = torch.cuda.cudart().cudaHostRegister(views.flat.data_ptr(), views.flat.numel(), 0)
-        if int(status) != 0:
-            emit(
-                Degraded(
-                    what="the arena is not pinned",
-                    reason=f"cudaHostRegister answered {int(status)}; copies are slower. Raise the memlock limit.",
-                )
-            )
-            return False
-    return True
-
-
-def _unpin(shape: Shape) -> None:
-    if shape.lanes:
-        for views in shape.views:
-            torch.cuda.cudart().cudaHostUnregister(views.flat.data_ptr())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import islice
 
 import xxhash
@@ -33,7 +32,7 @@ from everstep.store.manifest import (
 )
 from everstep.store.retain import to_retire
 from everstep.store.tier import Tier
-from everstep.types import Commit, ImageInfo, Part, PartRef
+from everstep.types import Commit, Part, PartRef
 
 _ORPHAN_AGE_S = 300.0
 
@@ -47,7 +46,7 @@ def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> 
     header = bytes(data[: image.header_bytes(data)])
     if xxhash.xxh3_64_intdigest(header) != seal.layout_digest:
         raise Damaged("the header is not the one that was sealed", tier="memory", step=seal.step, rank=arena.rank)
-    layout, info = _parsed(header, len(data), arena.place)
+    layout, info = image.parse_cached(header, len(data), arena.place)
     for leftover in (part_name(seal.step, info.rank), data_name(seal.step, info.rank)):
         tier.delete(leftover)
     chunks = tier.put(data_name(seal.step, info.rank), data)
@@ -67,12 +66,6 @@ def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> 
     )  # fmt: skip
     tier.put(part_name(seal.step, info.rank), memoryview(encode(part)))
     return part
-
-
-@lru_cache(maxsize=8)
-def _parsed(header: bytes, total_bytes: int, place: str) -> tuple[image.ImageLayout, ImageInfo]:
-    """Many tensors take long to read, and their header is the same at every step."""
-    return image.parse(header, total_bytes, file=place)
 
 
 def commit(tier: Tier, step: int, world: int, generation: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,14 +74,20 @@ def view(images: dict[int, Image], step: int, rank: int) -> Checkpoint:
     checkpoint = Checkpoint(step=step, world=info.world, info=info, extras=tree, own=rank in images)
     for old_rank, (layout, _, data) in sorted(images.items()):
         base = len(layout.header)
-        flat = torch.frombuffer(data, dtype=torch.uint8)
         for piece in layout.pieces:
             if piece.private and old_rank != source:
                 continue
             begin = base + piece.offset
-            part = flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]).view(piece.extent)
+            part = tensor_in(data[begin : begin + piece.length], piece)
             checkpoint.pieces.setdefault(piece.name, []).append((piece, part))
     return checkpoint
+
+
+def tensor_in(data: memoryview, piece: Piece) -> Tensor:
+    """A piece's bytes as the tensor that they are."""
+    if not data:
+        return torch.empty(piece.extent, dtype=TORCH_DTYPES[piece.dtype])
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]).view(piece.extent)
 
 
 def _box(piece: Piece) -> tuple[slice, ...]:
@@ -126,7 +133,52 @@ def check(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[s
 @torch.no_grad()
 def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
     """Copy into models, and give the optimizers their state; what does not fit was reported by `check`."""
+    _copy_tensors(checkpoint, subjects, [entry.name for entry in subjects.listing().entries])
+    names, on_host = subjects.names(), set(checkpoint.info.on_host)
+    for prefix, _, optimizer in _same_optimizers(checkpoint, subjects):
+        state_of = checkpoint.state_names(prefix)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            found = state_of.get(names[id(parameter)], {})
+            state = {key: _like(checkpoint, full, parameter, full in on_host) for key, full in found.items()}
+            if state:
+                optimizer.state[parameter] = state
+    apply_rest(checkpoint, subjects)
+
+
+@torch.no_grad()
+def apply_rest(checkpoint: Checkpoint, subjects: Subjects) -> None:
+    """Copy what is no optimizer's to update, and put back what optimizers hold beside the tensors of parameters."""
+    _copy_tensors(checkpoint, subjects, [entry.name for entry in subjects.listing().entries if entry.at_cut])
+    names = subjects.names()
+    for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
+        saved = checkpoint.extras["optimizers"][index]
+        somewhere = optimizer.param_groups[0]["params"][0].device
+        for key, value in saved["shared"].items():
+            optimizer.state[key] = _on(somewhere, value)
+        for g, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                plain = saved["plain"].get(names[id(parameter)], {})
+                if plain:
+                    optimizer.state[parameter].update(_on(parameter.device, plain))
+            if g < len(saved["groups"]):
+                _restore_group(group, saved["groups"][g])
+            for key, value in group.items():
+                full = f"{prefix}.group.{g}.{key}"
+                if isinstance(value, Tensor) and full in checkpoint.pieces:
+                    value.copy_(checkpoint.tensor(full))
+
+
+def _same_optimizers(checkpoint: Checkpoint, subjects: Subjects) -> Iterator[tuple[str, int, torch.optim.Optimizer]]:
+    """Those that were of the same kind when the checkpoint was taken: prefix of their names, index, optimizer."""
+    before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
+    for index, optimizer in enumerate(subjects.optimizers):
+        if index < len(before) and before[index].type == after[index].type:
+            yield ("optimizer" if len(after) == 1 else f"optimizer.{index}"), index, optimizer
+
+
+def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects, wanted: Collection[str]) -> None:
     current = {entry.name: entry.tensor for entry in subjects.listing().entries}
+    wanted = set(wanted)
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for name, pieces in checkpoint.pieces.items():
@@ -135,44 +187,14 @@ def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
         if name.startswith("volatile.") and (tensor is None or tuple(tensor.shape) != whole.shape):
             _replace_buffer(subjects, name, checkpoint.tensor(name))
             continue
-        if tensor is None or tuple(tensor.shape) != whole.shape or tensor.dtype != pieces[0][1].dtype:
+        fits = tensor is not None and tuple(tensor.shape) == whole.shape and tensor.dtype == pieces[0][1].dtype
+        if tensor is None or name not in wanted or not fits:
             continue
         for piece, part in pieces:
             targets.append(tensor[_box(piece)] if not piece.whole else tensor)
             sources.append(part)
     if targets:
         torch._foreach_copy_([t.detach() for t in targets], sources)
-    before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
-    for index, optimizer in enumerate(subjects.optimizers):
-        if index < len(before) and before[index].type == after[index].type:
-            prefix = "optimizer" if len(subjects.optimizers) == 1 else f"optimizer.{index}"
-            _restore_optimizer(checkpoint, optimizer, prefix, index, subjects.names())
-
-
-def _restore_optimizer(
-    checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, prefix: str, index: int, names: dict[int, str]
-) -> None:
-    saved = checkpoint.extras["optimizers"][index]
-    on_host = set(checkpoint.info.on_host)
-    state_of = checkpoint.state_names(prefix)
-    somewhere = optimizer.param_groups[0]["params"][0].device
-    for key, value in saved["shared"].items():
-        optimizer.state[key] = _on(somewhere, value)
-    for g, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            state: dict[str, Any] = {}
-            for key, full in state_of.get(name, {}).items():
-                state[key] = _like(checkpoint, full, parameter, full in on_host)
-            state.update(_on(parameter.device, saved["plain"].get(name, {})))
-            if state:
-                optimizer.state[parameter] = state
-        if g < len(saved["groups"]):
-            _restore_group(group, saved["groups"][g])
-        for key, value in group.items():
-            full = f"{prefix}.group.{g}.{key}"
-            if isinstance(value, Tensor) and full in checkpoint.pieces:
-                value.copy_(checkpoint.tensor(full))
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -7,31 +7,52 @@ ranks hold a whole, verified checkpoint. Safe to be killed at any point and run 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Rejected, Sink
 from everstep.image import FORMAT
 from everstep.recover.assemble import Checkpoint, Image, view
-from everstep.recover.plan import make_plan, merge, without
+from everstep.recover.chain import BadRecord, Chain, fetch_chain
+from everstep.recover.plan import make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
 from everstep.store.manifest import encode
 from everstep.topology import Topology, exchange
-from everstep.types import Attempt, Holding, Plan, Rejection, Survey
+from everstep.types import Attempt, Holding, Plan, Records, Rejection, Survey
 
 
 class _Report(msgspec.Struct):
     """What one rank found when it fetched."""
 
     bad: list[tuple[Holding, str]]
+    bad_records: list[tuple[Records, str]]
 
 
-def find(sources: Sources, topology: Topology, emit: Sink) -> tuple[Checkpoint, Plan] | None:
-    """The newest checkpoint that all ranks can have, verified and in memory; None if the run has no past."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A past to go on from: a base, and the chain of records that follows it, if any."""
+
+    base: Checkpoint
+    chain: Chain | None
+    plan: Plan
+
+    @property
+    def latest(self) -> Checkpoint:
+        """Everything but what optimizers update, as of the newest step."""
+        return self.chain.last if self.chain is not None else self.base
+
+
+def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = None) -> Found | None:
+    """The newest checkpoint that all ranks can have, verified and in memory; None if the run has no past.
+
+    `limit`: no step after this one, because the way there was found to be wrong.
+    """
     mine = msgspec.msgpack.encode((sources.node, sources.survey()))
     answers = [msgspec.msgpack.decode(a, type=tuple[str, Survey]) for a in exchange(mine, topology)]
     nodes = {node for node, _ in answers}
-    survey = merge([answer for _, answer in answers])
+    survey = up_to(merge([answer for _, answer in answers]), limit)
     had_past = any(r.certain for r in survey.rejections) or any(h.source == "disk" for h in survey.holdings)
     told: set[Rejection] = set()
     while True:
@@ -46,17 +67,18 @@ def find(sources: Sources, topology: Topology, emit: Sink) -> tuple[Checkpoint, 
             return None
         if topology.rank == 0:
             note_attempt(sources, plan.step, emit)
-        checkpoint, report = _fetch(sources, plan, topology.rank)
-        reports = exchange(msgspec.msgpack.encode(report), topology)
-        bad = [pair for answer in reports for pair in msgspec.msgpack.decode(answer, type=_Report).bad]
-        if not bad and checkpoint is not None:
-            return checkpoint, plan
+        found, report = _fetch(sources, plan, topology.rank)
+        answered = exchange(msgspec.msgpack.encode(report), topology)
+        reports = [msgspec.msgpack.decode(answer, type=_Report) for answer in answered]
+        bad = [pair for one in reports for pair in (*one.bad, *one.bad_records)]
+        if not bad and found is not None:
+            return found
         had_past = True
-        for holding, reason in bad:
-            survey = without(survey, holding, reason)
+        for what, reason in bad:
+            survey = without(survey, what, reason)
 
 
-def _fetch(sources: Sources, plan: Plan, rank: int) -> tuple[Checkpoint | None, _Report]:
+def _fetch(sources: Sources, plan: Plan, rank: int) -> tuple[Found | None, _Report]:
     images: dict[int, Image] = {}
     bad: list[tuple[Holding, str]] = []
     for holding in plan.parts:
@@ -65,12 +87,16 @@ def _fetch(sources: Sources, plan: Plan, rank: int) -> tuple[Checkpoint | None, 
         except (EverstepError, OSError) as error:
             bad.append((holding, str(error)))
     if bad:
-        return None, _Report(bad)
-    assert plan.step is not None
+        return None, _Report(bad, [])
+    assert plan.base is not None
     try:
-        return view(images, plan.step, rank), _Report([])
+        base = view(images, plan.base, rank)
     except Damaged as error:
-        return None, _Report([(holding, str(error)) for holding in plan.parts])
+        return None, _Report([(holding, str(error)) for holding in plan.parts], [])
+    try:
+        return Found(base, fetch_chain(sources, plan, rank), plan), _Report([], [])
+    except BadRecord as error:
+        return None, _Report([], [(error.records, error.reason)])
 
 
 def _nothing_left(plan: Plan) -> Damaged:

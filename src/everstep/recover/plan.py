@@ -1,7 +1,8 @@
 """Which step to restore, and from where: a pure function of what is left.
 
-The newest step wins that is whole: every old rank's part, of one generation, readable on every node that needs it.
-Memory is taken before disk. A step whose readers failed is offered last. Whatever is passed over is explained.
+The newest step wins that is whole: a base, which is every old rank's part, of one generation, readable on every node
+that needs it, and every rank's record of each step after it. Of several ways to a step the one with the fewest records
+is taken, and memory before disk. A step whose readers failed is offered last. Whatever is passed over is explained.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-from everstep.types import Attempt, Holding, Plan, Rejection, Survey
+import msgspec
+
+from everstep.types import Attempt, Holding, Plan, Records, Rejection, Survey
 
 _TRIES = 2  # a reader may be killed by chance once; a step that ends two readers in a row is suspect
 _COST = {"memory": 0, "disk": 1}
@@ -19,6 +22,7 @@ def merge(surveys: Collection[Survey]) -> Survey:
     """One survey out of many; what several have seen counts once."""
     return Survey(
         holdings=tuple(dict.fromkeys(h for survey in surveys for h in survey.holdings)),
+        records=tuple(dict.fromkeys(r for survey in surveys for r in survey.records)),
         rejections=tuple(dict.fromkeys(r for survey in surveys for r in survey.rejections)),
         attempts=tuple(dict.fromkeys(a for survey in surveys for a in survey.attempts)),
     )
@@ -30,23 +34,87 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     for holding in survey.holdings:
         groups[holding.step, holding.generation, holding.world].append(holding)
     suspects = {attempt.step: attempt for attempt in survey.attempts if _is_suspect(attempt)}
-    rejections = list(survey.rejections)
-    order = sorted(groups, key=lambda key: (key[0] not in suspects, key[0], len(groups[key])), reverse=True)
-    for step in sorted(suspects.keys() & {key[0] for key in order}, reverse=True):
-        rejections.append(Rejection(step=step, source="any", reason=_suspicion(suspects[step])))
-    chosen: Plan | None = None
-    for step, generation, world in order:
-        if chosen is not None:
-            break
-        parts, reason = _parts(groups[step, generation, world], world, nodes)
+    log = _Log(survey.records, nodes)
+    bases: dict[tuple[int, str, int], tuple[Holding, ...]] = {}
+    incomplete: list[Rejection] = []
+    for key, held in groups.items():
+        parts, reason = _parts(held, key[2], nodes)
         if reason is None:
-            chosen = Plan(step=step, world=world, parts=parts, rejections=())
+            bases[key] = parts
         else:
-            rejections.append(Rejection(step=step, source="any", reason=reason))
-    rejections.sort(key=lambda rejection: -rejection.step)
-    if chosen is None:
-        return Plan(step=None, world=0, parts=(), rejections=tuple(rejections))
-    return Plan(step=chosen.step, world=chosen.world, parts=chosen.parts, rejections=tuple(rejections))
+            incomplete.append(Rejection(step=key[0], source="any", reason=reason))
+    ways = {(log.reach(key[0]), key) for key in bases} | {(key[0], key) for key in bases}
+    steps = {step for step, _ in ways} | {key[0] for key in groups}
+    rejections = [
+        Rejection(step=step, source="any", reason=_suspicion(suspects[step])) for step in steps & suspects.keys()
+    ]
+    rejections += survey.rejections
+    best = max(ways, default=None, key=lambda way: (way[0] not in suspects, *way[0:1], way[1][0], len(groups[way[1]])))
+    newest = best[0] if best is not None and best[0] not in suspects else -1
+    rejections += [r for r in incomplete if r.step > newest]
+    if best is None:
+        return Plan(step=None, world=0, parts=(), rejections=_in_order(rejections))
+    step, key = best
+    rejections += log.beyond(max(step, log.reach(key[0])))
+    return Plan(
+        step=step, world=key[2], parts=bases[key], rejections=_in_order(rejections), records=log.runs(key[0], step)
+    )
+
+
+def _in_order(rejections: list[Rejection]) -> tuple[Rejection, ...]:
+    return tuple(sorted(rejections, key=lambda rejection: -rejection.step))
+
+
+class _Log:
+    """The records of all ranks, step by step."""
+
+    def __init__(self, records: Collection[Records], nodes: Collection[str]) -> None:
+        self._of: dict[int, dict[int, Records]] = defaultdict(dict)  # step -> rank -> the cheapest
+        for one in sorted(records, key=lambda r: _COST[r.source], reverse=True):
+            if one.source == "disk" or set(nodes) <= {one.node}:
+                for step in range(one.first, one.last + 1):
+                    self._of[step][one.rank] = one
+
+    def _missing(self, step: int) -> str | None:
+        """Why a step cannot be repeated, or None if it can."""
+        found = self._of.get(step)
+        if not found:
+            return f"nobody has records of step {step}"
+        worlds = {one.world for one in found.values()}
+        if len(worlds) > 1:
+            return f"the records of step {step} are of {' and '.join(map(str, sorted(worlds)))} ranks"
+        absent = [rank for rank in range(worlds.pop()) if rank not in found]
+        return f"there is no record of rank {', '.join(map(str, absent))} of step {step}" if absent else None
+
+    def reach(self, base: int) -> int:
+        """How far records lead from a base."""
+        step = base
+        while self._missing(step + 1) is None:
+            step += 1
+        return step
+
+    def beyond(self, step: int) -> list[Rejection]:
+        """Why newer records are of no use."""
+        newer = [one for one in self._of if one > step]
+        if not newer:
+            return []
+        return [
+            Rejection(step=max(newer), source="any", reason=f"{self._missing(step + 1) or 'no base'} to go on from")
+        ]
+
+    def runs(self, base: int, step: int) -> tuple[Records, ...]:
+        """Where each rank's records of the steps after a base come from."""
+        found: list[Records] = []
+        newest: dict[int, tuple[int, Records]] = {}  # rank -> place in `found`, and what it was cut from
+        for at in range(base + 1, step + 1):
+            for rank, one in sorted(self._of[at].items()):
+                place, known = newest.get(rank, (-1, None))
+                if known is one:
+                    found[place] = msgspec.structs.replace(found[place], last=at)
+                else:
+                    newest[rank] = (len(found), one)
+                    found.append(msgspec.structs.replace(one, first=at, last=at))
+        return tuple(found)
 
 
 def _is_suspect(attempt: Attempt) -> bool:
@@ -73,15 +141,36 @@ def _parts(held: list[Holding], world: int, nodes: Collection[str]) -> tuple[tup
     return tuple(chosen), None
 
 
-def without(survey: Survey, bad: Holding, reason: str) -> Survey:
-    """The survey after a part turned out to be damaged."""
-    return Survey(
-        holdings=tuple(
-            h
-            for h in survey.holdings
-            if (h.source, h.node, h.step, h.rank, h.generation)
-            != (bad.source, bad.node, bad.step, bad.rank, bad.generation)
-        ),
-        rejections=(*survey.rejections, Rejection(step=bad.step, source=bad.source, reason=reason)),
-        attempts=survey.attempts,
+def without(survey: Survey, bad: Holding | Records, reason: str) -> Survey:
+    """The survey after a part, or the first of some records, turned out to be damaged."""
+    if isinstance(bad, Records):
+        rejection = Rejection(step=bad.first, source=bad.source, reason=reason)
+        records = tuple(cut for one in survey.records for cut in _cut_out(one, bad))
+        return msgspec.structs.replace(survey, records=records, rejections=(*survey.rejections, rejection))
+    rejection = Rejection(step=bad.step, source=bad.source, reason=reason)
+    holdings = tuple(h for h in survey.holdings if _place(h) != _place(bad))
+    return msgspec.structs.replace(survey, holdings=holdings, rejections=(*survey.rejections, rejection))
+
+
+def up_to(survey: Survey, limit: int | None) -> Survey:
+    """The survey without anything of a step after `limit`."""
+    if limit is None:
+        return survey
+    records = (msgspec.structs.replace(one, last=min(one.last, limit)) for one in survey.records if one.first <= limit)
+    return msgspec.structs.replace(
+        survey, holdings=tuple(h for h in survey.holdings if h.step <= limit), records=tuple(records)
     )
+
+
+def _place(holding: Holding) -> tuple[object, ...]:
+    return (holding.source, holding.node, holding.step, holding.rank, holding.generation)
+
+
+def _cut_out(one: Records, bad: Records) -> list[Records]:
+    """What is left of some records when the first of `bad` is no good; those after it may still follow another."""
+    same = (one.source, one.node, one.rank, one.world) == (bad.source, bad.node, bad.rank, bad.world)
+    if not same or not one.first <= bad.first <= one.last:
+        return [one]
+    before = msgspec.structs.replace(one, last=bad.first - 1)
+    after = msgspec.structs.replace(one, first=bad.first + 1)
+    return [left for left in (before, after) if left.first <= left.last]

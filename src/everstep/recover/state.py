@@ -11,7 +11,7 @@ from torch import nn
 from everstep.capture import extras as trees
 from everstep.capture.layout import Subjects
 from everstep.errors import BadConfig, Mismatch
-from everstep.recover.assemble import Checkpoint, apply, check
+from everstep.recover.assemble import Checkpoint, apply, apply_rest, check
 
 
 class State:
@@ -96,15 +96,21 @@ class State:
             "init_scale": self.scaler._init_scale,
         }
 
-    def restore(self, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
-        found = check(checkpoint, self.subjects, strict=strict)
-        tree = checkpoint.extras
+    def restore(self, base: Checkpoint, *, strict: bool) -> list[str]:
+        """Put back what optimizers update, and every other tensor; how the program differs from what was saved."""
+        found = check(base, self.subjects, strict=strict)
+        apply(base, self.subjects)
+        return found
+
+    def restore_rest(self, latest: Checkpoint, *, strict: bool) -> None:
+        """Put back what is beside it: values, groups, schedulers, scaler and extras, of a base or of a later record."""
+        tree = latest.extras
         if strict and len(tree["schedulers"]) != len(self.schedulers):
             raise Mismatch(f"{len(tree['schedulers'])} schedulers were saved and there are {len(self.schedulers)}")
-        apply(checkpoint, self.subjects)
+        apply_rest(latest, self.subjects)
         for one, saved in zip(self.schedulers, tree["schedulers"], strict=False):
             one.load_state_dict(saved)
-        scaler = checkpoint.scaler_state()
+        scaler = latest.scaler_state()
         if self.scaler is not None and scaler is not None:
             self.scaler.load_state_dict(scaler)
         for key, saved in tree["extra"].items():
@@ -116,7 +122,6 @@ class State:
                 self.extra[key].load_state_dict(saved["state"])
             else:
                 _put_back(self.extra, key, saved["value"])
-        return found
 
 
 def _put_back(holder: Any, key: str, value: Any) -> None:

@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+import msgspec
 import xxhash
 
 from everstep import image
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.errors import Damaged, EverstepError
-from everstep.image import CHUNK_BYTES
+from everstep.image import CHUNK_BYTES, ImageLayout
 from everstep.keeper.client import inherited
 from everstep.store.disk import DiskTier
+from everstep.store.log import LogRead, log_folder, log_name, read_log, scan, segments
 from everstep.store.manifest import check_chunks, committed_steps, read_commit, read_data, read_part, read_record
 from everstep.topology import node_name
-from everstep.types import Attempt, Holding, ImageInfo, Rejection, Survey
+from everstep.types import Attempt, Holding, ImageInfo, Piece, Records, Rejection, Survey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ATTEMPTS = "attempt.json"
+_LOG_FILE = re.compile(r"log-\d{10}/rank-(\d{5})\.log")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordImage:
+    """What one rank consumed in one step. `data` holds some ranges of the image, one after the other."""
+
+    layout: ImageLayout
+    info: ImageInfo
+    data: memoryview
+    ranges: tuple[tuple[int, int], ...]
+
+    def bytes_at(self, offset: int, length: int) -> memoryview:
+        at = 0
+        for begin, size in self.ranges:
+            if begin <= offset and offset + length <= begin + size:
+                return self.data[at + offset - begin : at + offset - begin + length]
+            at += size
+        raise Damaged(f"the record of rank {self.info.rank} lacks the bytes at {offset}")
+
+    def tensor(self, piece: Piece) -> Tensor:
+        from everstep.recover.assemble import tensor_in
+
+        return tensor_in(self.bytes_at(len(self.layout.header) + piece.offset, piece.length), piece)
+
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin so, without that beginning."""
+        return {
+            piece.name.removeprefix(prefix): self.tensor(piece)
+            for piece in self.layout.pieces
+            if piece.name.startswith(prefix)
+        }
+
+    def extras(self) -> bytes:
+        return image.extras_in(self.bytes_at(self.layout.extras_offset, self.layout.extras_bytes))
 
 
 class Sources:
@@ -26,18 +69,25 @@ class Sources:
     def __init__(self, directory: Path, run: str, *, memory_path: str | None = None) -> None:
         self.tier, self.run, self.node = DiskTier(directory), run, node_name()
         self._broken: list[str] = []
-        self.arenas = list(find_arenas(arena_root(memory_path), run, self._broken))
+        found = list(find_arenas(arena_root(memory_path), run, self._broken))
         if memory_path is not None:
-            self.arenas += find_arenas(arena_root(None), run, self._broken)
-        self.arenas += inherited(run)
+            found += find_arenas(arena_root(None), run, self._broken)
+        found += inherited(run)
+        self.arenas = [arena for arena in found if arena.kind == "base"]
+        self.rings = [arena for arena in found if arena.kind == "log"]
+        self._logs: dict[tuple[int, int], LogRead] = {}  # start, rank -> what is good of it
 
     def survey(self) -> Survey:
         holdings = [holding for arena in self.arenas for holding in self._in_memory(arena)]
         rejections = [Rejection(step=0, source="memory", reason=reason) for reason in self._broken]
-        rejections += [rejection for arena in self.arenas for rejection in _torn(arena)]
+        rejections += [rejection for arena in (*self.arenas, *self.rings) for rejection in _torn(arena)]
         for step in committed_steps(self.tier):
             holdings += self._on_disk(step, rejections)
-        return Survey(holdings=tuple(holdings), rejections=tuple(rejections), attempts=self.attempts())
+        records = [one for ring in self.rings for one in self._in_ring(ring)]
+        records += self._logged(rejections)
+        return Survey(
+            holdings=tuple(holdings), records=tuple(records), rejections=tuple(rejections), attempts=self.attempts()
+        )
 
     def _in_memory(self, arena: Arena) -> list[Holding]:
         return [
@@ -70,6 +120,44 @@ class Sources:
             )  # fmt: skip
         return found
 
+    def _in_ring(self, ring: Arena) -> Iterator[Records]:
+        seals = sorted(ring.seals().values(), key=lambda seal: seal.step)
+        run: Records | None = None
+        for seal in seals:
+            if run is not None and seal.step == run.last + 1:
+                run = msgspec.structs.replace(run, last=seal.step, cut_time=seal.cut_time)
+                continue
+            if run is not None:
+                yield run
+            run = Records(
+                source="memory", node=self.node, rank=ring.rank, world=ring.world, first=seal.step, last=seal.step,
+                bytes=seal.length, cut_time=seal.cut_time,
+            )  # fmt: skip
+        if run is not None:
+            yield run
+
+    def _logged(self, rejections: list[Rejection]) -> Iterator[Records]:
+        for start in segments(self.tier):
+            for name in self.tier.names(log_folder(start)):
+                match = _LOG_FILE.fullmatch(name)
+                if match is None:
+                    continue
+                try:
+                    log = scan(self.tier, start, int(match[1]), self.run)
+                except (EverstepError, OSError) as error:
+                    rejections.append(Rejection(step=start + 1, source="disk", reason=str(error)))
+                    continue
+                if log.problem:
+                    rejections.append(
+                        Rejection(step=log.last + 1, source="disk", reason=log.problem, certain=not log.torn)
+                    )
+                if log.records:
+                    newest = log.records[-1].frame
+                    yield Records(
+                        source="disk", node=self.node, rank=newest.rank, world=newest.world, first=start + 1,
+                        last=log.last, bytes=newest.payload_bytes, cut_time=newest.cut_time,
+                    )  # fmt: skip
+
     def attempts(self) -> tuple[Attempt, ...]:
         try:
             return (read_record(self.tier, ATTEMPTS, Attempt),)
@@ -87,6 +175,35 @@ class Sources:
         if (info.run, info.rank, info.world) != (self.run, holding.rank, holding.world):
             raise Damaged("the image belongs to another run or rank", step=holding.step, rank=holding.rank, file=file)
         return layout, info, data
+
+    def record(self, records: Records, step: int, *, copy: bool = False) -> RecordImage:
+        """What one rank consumed in a step, every byte of it checked, if it comes from a disk."""
+        if records.source == "memory":
+            return self._from_ring(records, step, copy)
+        for start in reversed(segments(self.tier)):
+            if start < step and log_name(start, records.rank) in self.tier.names(log_folder(start)):
+                log = self._logs.get((start, records.rank)) or read_log(self.tier, start, records.rank, self.run)
+                self._logs[start, records.rank] = log
+                if step <= log.last and log.layout is not None and log.info is not None:
+                    found = log.records[step - start - 1]
+                    return RecordImage(log.layout, log.info, log.payload(found), found.frame.ranges)
+                if log.problem:
+                    raise Damaged(log.problem, tier=self.tier.name, step=step, rank=records.rank)
+        raise Damaged("its record is no longer there", tier=self.tier.name, step=step, rank=records.rank)
+
+    def _from_ring(self, records: Records, step: int, copy: bool) -> RecordImage:
+        for ring in self.rings:
+            slot = ring.slot_of(step) if ring.rank == records.rank else None
+            if slot is None:
+                continue
+            seal = ring.seals()[slot]
+            data = memoryview(bytearray(ring.image(slot))) if copy else ring.image(slot)
+            header = bytes(data[: image.header_bytes(data)])
+            if xxhash.xxh3_64_intdigest(header) == seal.layout_digest and ring.seals().get(slot) == seal:
+                layout, info = image.parse_cached(header, len(data), ring.place)
+                return RecordImage(layout, info, data, ((0, len(data)),))
+            raise Damaged("the header is not the one that was sealed", tier="memory", step=step, rank=records.rank)
+        raise Damaged("its record is no longer there", tier="memory", step=step, rank=records.rank)
 
     def _from_memory(self, holding: Holding, copy: bool) -> memoryview:
         def bad(reason: str, chunk: int | None = None) -> Damaged:
@@ -108,7 +225,7 @@ class Sources:
         raise bad("it is no longer there")
 
     def close(self) -> None:
-        for arena in self.arenas:
+        for arena in (*self.arenas, *self.rings):
             arena.close()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,95 @@
+"""Back into the objects: a base is copied, the steps after it are repeated, and what stands beside them is put back.
+
+If repeating leads to another state than training did (a digest says so), all ranks begin again with the last step that
+was proven.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from everstep import topology
+from everstep.capture.position import Feed
+from everstep.errors import Diverged, Mismatch
+from everstep.events import Degraded, Rejected, Replayed, Sink
+from everstep.recover.assemble import Checkpoint
+from everstep.recover.load import Found, clear_attempt, find, note_attempt
+from everstep.recover.replay import replay
+from everstep.recover.state import State
+from everstep.recover.survey import Sources
+from everstep.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    latest: Checkpoint
+    source: str  # for people
+
+
+def resume(
+    sources: Sources, state: State, feed: Feed | None, place: Topology, *, strict: bool, emit: Sink
+) -> Resumed | None:
+    """Stand where the newest restorable step ended, on every rank; None if there is no past."""
+    limit: int | None = None
+    while (found := find(sources, place, emit, limit)) is not None:
+        limit = _try(sources, found, state, feed, place, strict=strict, emit=emit)
+        if limit is None:
+            break
+    if found is None:
+        return None
+    topology.exchange(b"", place)  # nobody forgets the attempt before all are through
+    if place.rank == 0:
+        clear_attempt(sources, emit)
+    kinds = {part.source for part in found.plan.parts} | {one.source for one in found.plan.records}
+    return Resumed(found.latest, " and ".join(sorted(kinds, reverse=True)))
+
+
+def _try(
+    sources: Sources, found: Found, state: State, feed: Feed | None, place: Topology, *, strict: bool, emit: Sink
+) -> int | None:
+    """None if all went well; else the last step that the records are good for."""
+    try:
+        differing = state.restore(found.base, strict=strict)
+        if found.chain is not None:
+            limit = _passed_over(found, differing, emit) if differing else _replay(found, state, place, emit)
+            if limit is not None:
+                return limit
+        state.restore_rest(found.latest, strict=strict)
+        if feed is not None and found.latest.extras["position"] is not None:
+            feed.restore(found.latest.extras["position"])
+    except Mismatch:
+        if place.rank == 0:
+            clear_attempt(sources, emit)  # the program is to blame, not the checkpoint
+        raise
+    except Exception as error:
+        if place.rank == 0:
+            note_attempt(sources, found.latest.step, emit, error=f"{type(error).__name__}: {error}")
+        raise
+    for difference in differing:
+        emit(Degraded(what="loaded with strict=False", reason=difference))
+    return None
+
+
+def _passed_over(found: Found, differing: list[str], emit: Sink) -> int:
+    """What another program consumed cannot be repeated by this one: its base alone is taken."""
+    reason = f"the program has changed, so the steps after {found.base.step} cannot be repeated: {differing[0]}"
+    emit(Degraded(what=f"step {found.latest.step} is passed over for step {found.base.step}", reason=reason))
+    return found.base.step
+
+
+def _replay(found: Found, state: State, place: Topology, emit: Sink) -> int | None:
+    assert found.chain is not None
+    wanted, good, reason = found.latest.step, found.latest.step, "it diverged on another rank"
+    began = time.monotonic()
+    try:
+        replay(state.subjects, found.chain.consumed, place)
+    except Diverged as error:
+        good, reason = max(error.proven or 0, found.base.step), str(error)
+    good = min(int(answer) for answer in topology.exchange(str(good).encode(), place))
+    if good < wanted:
+        emit(Rejected(step=wanted, source="any", reason=reason))
+        return good
+    steps = wanted - found.base.step
+    emit(Replayed(rank=place.rank, base=found.base.step, steps=steps, seconds=time.monotonic() - began))
+    return None
