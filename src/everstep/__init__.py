@@ -6,7 +6,7 @@ archive.py      open(), Archive: the door for people and tools who read
 types errors events config image topology
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena shape snapshot extras position
-store/          onto a medium, all or nothing           tier disk memory manifest retain claim
+store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
 keeper/         out of the trainer's way                protocol flush scavenge keeper process client
 # the road home: a byte returns
 recover/        back to the same step on every rank     survey plan assemble state load export
