@@ -20,7 +20,7 @@ from everstep.errors import Damaged, Mismatch, NewerFormat, NotEnoughSpace, Tier
 from everstep.image import BLOCK, Wanted, lay_out
 from everstep.store import frame as frames
 from everstep.store.disk import DiskTier
-from everstep.store.frame import Record, encode_frame
+from everstep.store.frame import Record
 from everstep.store.log import LogRead, LogWriter, cut_after, log_folder, log_name, read_log, scan, segments
 from everstep.types import Frame, ImageInfo
 
