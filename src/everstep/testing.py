@@ -37,6 +37,10 @@ def check_tier(make: Maker) -> None:
         _names_cannot_climb_out,
         _a_folder_is_renamed_and_deleted_whole,
         _a_put_killed_before_any_operation_is_all_or_nothing,
+        _a_growing_blob_is_the_sum_of_its_appends,
+        _a_cut_blob_is_shorter_and_grows_again,
+        _an_append_killed_before_any_operation_keeps_what_was_there,
+        _a_cut_killed_before_any_operation_keeps_what_was_to_stay,
     ):
         with tempfile.TemporaryDirectory(prefix="everstep-tier-") as folder:
             check(make, Path(folder))
@@ -79,12 +83,17 @@ def _a_name_never_changes_its_content(make: Maker, folder: Path) -> None:
 
 def _what_is_not_there_says_so(make: Maker, folder: Path) -> None:
     tier = make(folder)
-    for ask in (tier.get, tier.size):
+    into = memoryview(bytearray(1))
+    asks: dict[str, Callable[[str], object]] = {
+        "get": tier.get, "size": tier.size, "view": tier.view,
+        "read": lambda name: tier.read(name, 0, into), "cut": lambda name: tier.cut(name, 0),
+    }  # fmt: skip
+    for verb, ask in asks.items():
         try:
             ask("nothing")
         except FileNotFoundError:
             continue
-        raise AssertionError(f"{ask.__name__} of a missing blob did not raise FileNotFoundError")
+        raise AssertionError(f"{verb} of a missing blob did not raise FileNotFoundError")
     tier.delete("nothing")
     assert tier.names("nowhere") == []
 
@@ -103,7 +112,11 @@ def _listing_and_deleting_agree(make: Maker, folder: Path) -> None:
 def _names_cannot_climb_out(make: Maker, folder: Path) -> None:
     tier = make(folder / "inside")
     for name in _BAD_NAMES:
-        for ask in (lambda n: tier.put(n, _blob(1)), tier.get, tier.delete):
+        asks: tuple[Callable[[str], object], ...] = (
+            lambda n: tier.put(n, _blob(1)), lambda n: tier.append(n, [_blob(1)]), lambda n: tier.cut(n, 0),
+            lambda n: tier.read(n, 0, memoryview(bytearray(1))), tier.get, tier.view, tier.delete,
+        )  # fmt: skip
+        for ask in asks:
             try:
                 ask(name)
             except BadConfig:
@@ -138,6 +151,80 @@ def _a_put_killed_before_any_operation_is_all_or_nothing(make: Maker, folder: Pa
         survivor.sweep(0.0)
         assert survivor.names("step") == ["step/blob"], "sweeping took or left something it should not have"
     raise AssertionError("a put takes more than 200 operations")
+
+
+def _appends() -> list[list[memoryview]]:
+    """Parts of all lengths and alignments; those of each of the first three are together whole blocks."""
+    data = _blob(3 * CHUNK_BYTES)
+    return [
+        [data[:4096]],
+        [data[100:200], data[7 : 7 + 4096 - 100], data[: CHUNK_BYTES + 4096]],
+        [data[1 : 1 + 2 * CHUNK_BYTES], data[:4096], data[:0], data[5:10], data[: 8192 - 5]],
+        [data[:3], data[: CHUNK_BYTES + 1]],
+        [data[:4096]],
+    ]
+
+
+def _a_growing_blob_is_the_sum_of_its_appends(make: Maker, folder: Path) -> None:
+    tier, expected = make(folder), b""
+    for parts in _appends():
+        tier.append("log/grows", parts)
+        expected += b"".join(parts)
+        assert tier.get("log/grows") == expected, "an append changed or lost bytes"
+    assert tier.names("log") == ["log/grows"] and tier.size("log/grows") == len(expected)
+    other = make(folder)
+    assert other.view("log/grows") == expected and other.view("log/grows").readonly, "a view shows something else"
+    into = memoryview(bytearray(1000))
+    for offset, there in ((0, 1000), (4095, 1000), (len(expected) - 10, 10), (len(expected) + 5, 0)):
+        assert other.read("log/grows", offset, into) == there, f"a read at {offset} is not as long as it should be"
+        assert into[:there] == expected[offset : offset + there], f"a read at {offset} gives something else"
+
+
+def _a_cut_blob_is_shorter_and_grows_again(make: Maker, folder: Path) -> None:
+    tier, data = make(folder), _blob(3 * 4096)
+    tier.append("grows", [data])
+    for length in (4 * 4096, 3 * 4096, 2 * 4096, 5000, 0):
+        tier.cut("grows", length)
+        assert tier.get("grows") == data[:length], f"a cut to {length} bytes left something else"
+        tier.append("grows", [data[length:]])
+        assert tier.get("grows") == data, f"after a cut to {length} bytes the next append is not at the end"
+
+
+def _an_append_killed_before_any_operation_keeps_what_was_there(make: Maker, folder: Path) -> None:
+    """Also when what was there is nothing. Behind it there may be anything: a torn tail."""
+    more = [_blob(2 * CHUNK_BYTES), _blob(5000), _blob(3192)]
+    for before in (b"", bytes(_blob(8192))):
+        for operation in range(200):
+            place = folder / f"walk-{len(before)}-{operation}"
+            if before:
+                make(place).append("log/grows", [memoryview(before)])
+            killed = _killed_before(operation, lambda: make(place), lambda tier: tier.append("log/grows", more))  # noqa: B023
+            survivor = make(place)
+            there = survivor.get("log/grows") if survivor.names("log") else memoryview(b"")
+            assert there[: len(before)] == before, f"an append killed before operation {operation} took bytes away"
+            if killed:
+                if there:
+                    survivor.cut("log/grows", len(before))
+                survivor.append("log/grows", more)
+            assert survivor.get("log/grows") == before + b"".join(more)
+            if not killed:
+                assert operation > 2, "the tier does not call `before` before its operations"
+                break
+        else:
+            raise AssertionError("an append takes more than 200 operations")
+
+
+def _a_cut_killed_before_any_operation_keeps_what_was_to_stay(make: Maker, folder: Path) -> None:
+    for operation in range(20):
+        place = folder / f"walk-{operation}"
+        make(place).append("log/grows", [_blob(9000)])
+        killed = _killed_before(operation, lambda: make(place), lambda tier: tier.cut("log/grows", 5000))  # noqa: B023
+        there = make(place).get("log/grows")
+        assert there in (_blob(9000), _blob(5000)), f"a cut killed before operation {operation} left {len(there)} bytes"
+        if not killed:
+            assert len(there) == 5000 and operation > 0, "a cut did nothing, or without calling `before`"
+            return
+    raise AssertionError("a cut takes more than 20 operations")
 
 
 def _killed_before(operation: int, make: Callable[[], Tier], act: Callable[[Tier], object]) -> bool:

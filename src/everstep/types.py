@@ -15,6 +15,8 @@ RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Step = Annotated[int, msgspec.Meta(ge=0, lt=10**10)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=10**5)]
 World = Annotated[int, msgspec.Meta(ge=1, le=10**5)]
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Length = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 
 
 class Level(enum.IntEnum):
@@ -120,6 +122,32 @@ class Commit(Noun, frozen=True, kw_only=True):
     cut_time: float
     committed_time: float
     digest: str = ""
+
+
+class Frame(Noun, frozen=True, kw_only=True):
+    """The header of one frame of a log: what the optimizers of one rank consumed in one step, or the log's layout."""
+
+    format: int
+    run: RunName
+    generation: str
+    step: Step  # of a layout: the step after which the log begins
+    rank: Rank
+    world: World
+    cut_time: float
+    kind: Literal["layout", "record"]
+    layout: int  # digest of the image header that says what the bytes are
+    ranges: tuple[tuple[Offset, Length], ...]  # which bytes of the image the payload holds: offset and length
+
+    def __post_init__(self) -> None:
+        place = 0
+        for offset, length in self.ranges:
+            if offset < place:
+                raise ValueError(f"the bytes at {offset} come before {place}, where the last ones end")
+            place = offset + length
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(length for _, length in self.ranges)
 
 
 class RunRecord(Noun, frozen=True, kw_only=True):

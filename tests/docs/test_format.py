@@ -14,13 +14,17 @@ from everstep import image, types
 from everstep.capture import arena as arenas
 from everstep.capture import extras
 from everstep.capture.arena import Arena
+from everstep.store import frame as frames
 
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
 RECORDS = [
     types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.ImageInfo,
-    types.OptimizerInfo,
+    types.OptimizerInfo, types.Frame,
 ]  # fmt: skip
-TYPES = {"IntType": "integer", "StrType": "string", "FloatType": "number", "BoolType": "boolean", "DictType": "object"}
+TYPES = {
+    "IntType": "integer", "StrType": "string", "LiteralType": "string", "FloatType": "number", "BoolType": "boolean",
+    "DictType": "object",
+}  # fmt: skip
 
 
 def table(after: str) -> list[list[str]]:
@@ -51,7 +55,7 @@ def test_every_field_of_a_record_is_described_in_its_order(record: type[msgspec.
 
 def test_the_constants_are_those_of_the_code() -> None:
     for name, value, *_ in table("## Constants"):
-        assert int(value) == (getattr(image, name, None) or getattr(arenas, name)), name
+        assert int(value) == next(vars(m)[name] for m in (image, arenas, frames) if name in vars(m)), name
 
 
 def test_the_tags_of_the_extras_are_those_of_the_code() -> None:
@@ -137,3 +141,23 @@ def test_a_record_is_made_as_the_document_says() -> None:
     digest = re.search(rb'"digest":"([0-9a-f]{32})"}$', data)
     assert digest is not None
     assert xxhash.xxh3_128_hexdigest(data.replace(digest[1], b"")) == digest[1].decode()
+
+
+def test_a_real_frame_has_its_values_where_the_document_says() -> None:
+    frame = types.Frame(
+        format=1, run="a" * 32, generation="b" * 32, step=7, rank=3, world=5, cut_time=1.5, kind="record", layout=9,
+        ranges=((0, 4), (8, 2)),
+    )  # fmt: skip
+    data = b"".join(frames.encode_frame(frame, [memoryview(b"four"), memoryview(b"22")], synced=4096))
+    rows = table("The prologue, from the beginning of its frame")
+    assert [(int(r[0]), int(r[1])) for r in rows] == with_checksum(frames._PROLOGUE)
+    at = {row[2]: data[int(row[0]) : int(row[0]) + int(row[1])] for row in rows}
+    assert at["magic"] == b"EVERSLOG" and at["magic"].decode() in TEXT
+    number = {field: int.from_bytes(value, "little") for field, value in at.items()}
+    header = data[48 : 48 + number["header bytes"]]
+    assert list(msgspec.msgpack.decode(header)) == [row[0] for row in table("### The header of a frame: Frame")]
+    assert (number["payload bytes"], number["synced bytes"]) == (6, 4096)
+    assert data[48 + len(header) : 4096].strip(b"\0") == b"" and data[4096:].rstrip(b"\0") == b"four22"
+    assert len(data) == 8192
+    assert number["payload checksum"] == xxhash.xxh3_64_intdigest(b"four22")
+    assert number["checksum"] == xxhash.xxh3_64_intdigest(data[:40] + header)

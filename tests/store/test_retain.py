@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.config import Keep
-from everstep.store.retain import to_retire
+from everstep.store.retain import spent_segments, to_retire
 
 steps = st.lists(st.integers(0, 500), unique=True, max_size=30)
 
@@ -31,3 +31,17 @@ def test_the_newest_sound_steps_are_never_retired(
 def test_no_more_than_asked_for_stays(committed: list[int], last: int) -> None:
     left = set(committed) - set(to_retire(committed, Keep(last=last)))
     assert len(left) == min(last, len(committed))
+
+
+def test_a_segment_is_spent_when_the_next_one_begins_at_or_before_the_oldest_base() -> None:
+    assert spent_segments([0, 10, 20, 30], 20) == [0, 10]
+    assert spent_segments([0, 10, 20, 30], 29) == [0, 10]
+    assert spent_segments([30], 100) == [] == spent_segments([], 5)
+
+
+@given(steps, st.integers(0, 500))
+def test_every_step_after_a_kept_base_stays_in_the_log(starts: list[int], base: int) -> None:
+    left = set(starts) - set(spent_segments(starts, base))
+    for step in range(base + 1, max(starts, default=0) + 2):
+        holding = [start for start in starts if start < step]
+        assert not holding or max(holding) in left

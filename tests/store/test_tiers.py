@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from everstep.errors import NotEnoughSpace
+from everstep.errors import NotEnoughSpace, TierFailed
 from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
 from everstep.testing import check_tier
@@ -32,6 +35,84 @@ class RenamesTooEarly(DiskTier):
 def test_the_suite_notices_a_tier_that_publishes_before_it_has_written() -> None:
     with pytest.raises(AssertionError, match="torn blob"):
         check_tier(RenamesTooEarly)
+
+
+class GrowsByWritingAnew(DiskTier):
+    """A tier that takes away what was there in order to add to it: what the suite must notice."""
+
+    def append(self, name: str, parts: Sequence[memoryview]) -> None:
+        path = self._path(name)
+        before = self.get(name) if path.exists() else b""
+        path.unlink(missing_ok=True)
+        super().append(name, [memoryview(before), *parts])
+
+
+def test_the_suite_notices_a_tier_whose_append_endangers_what_was_there() -> None:
+    with pytest.raises(AssertionError, match="took bytes away"):
+        check_tier(GrowsByWritingAnew)
+
+
+class CutsByWritingAnew(DiskTier):
+    def cut(self, name: str, length: int) -> None:
+        data = self.get(name)[:length]
+        super().cut(name, 0)
+        self.append(name, [data])
+
+
+def test_the_suite_notices_a_tier_whose_cut_endangers_what_is_to_stay() -> None:
+    with pytest.raises(AssertionError, match="a cut killed before operation"):
+        check_tier(CutsByWritingAnew)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("fails", ["pwrite", "fdatasync"])
+@pytest.mark.parametrize("before", [b"", bytes(range(256)) * 16])
+def test_an_append_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails: str, before: bytes
+) -> None:
+    tier = DiskTier(tmp_path)
+    if before:
+        tier.append("log/grows", [memoryview(before)])
+    real, left = getattr(os, fails), [1 if fails == "pwrite" else 0]
+
+    def refuse(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    monkeypatch.setattr(f"everstep.store.disk.os.{fails}", refuse)
+    with pytest.raises(NotEnoughSpace if number == errno.ENOSPC else TierFailed):
+        tier.append("log/grows", [memoryview(bytes(5 << 20))])
+    monkeypatch.undo()
+    assert tier.names("log") == (["log/grows"] if before else [])
+    tier.append("log/grows", [memoryview(b"more")])
+    assert tier.get("log/grows") == before + b"more"
+
+
+def test_an_append_to_a_full_disk_is_refused_before_a_byte_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path)
+    monkeypatch.setattr(DiskTier, "free_bytes", lambda self: 100)
+    with pytest.raises(NotEnoughSpace, match="needs"):
+        tier.append("log/grows", [memoryview(bytes(1000))])
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_name_of_a_growing_blob_is_made_durable_also_by_a_writer_that_did_not_make_it(tmp_path: Path) -> None:
+    DiskTier(tmp_path).append("log/grows", [memoryview(b"one")])
+    tier, done = DiskTier(tmp_path), []
+    tier.before = done.append
+    tier.append("log/grows", [memoryview(b"two")])
+    assert f"fsync folder {tmp_path.name}" in done and "fsync folder log" in done
+    done.clear()
+    tier.append("log/grows", [memoryview(b"three")])
+    assert done == ["append log/grows", "write log/grows at 6", "fsync log/grows"]
+    tier.delete("log/grows")
+    done.clear()
+    tier.append("log/grows", [memoryview(b"four")])
+    assert "fsync folder log" in done
 
 
 def test_a_full_disk_is_refused_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 A blob is written under a temporary name that no reader lists, made durable, renamed without overwriting, and the
 directory is made durable. Chunks are checksummed on their way out by the threads that write them.
+
+A growing blob is written at its end, by one thread: O_DIRECT where it grows by whole blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ from everstep.types import Survives, Traits
 _THREADS = 4
 _TEMPORARY = ".tmp-"  # no blob is called so: names begin with a letter
 _NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")
+_STRAIGHT_BYTES = 256 << 10  # what is shorter is gathered: a copy costs less than a write of its own
 _SPARE_BYTES = 16 << 20  # never fill a disk to its last byte
 
 
@@ -39,6 +42,7 @@ class DiskTier:
         self.root, self.name = root, name
         self.traits = Traits(survives=survives, shared=False)
         self.wrote_direct = False  # whether the last large put went past the page cache
+        self._rooted: set[str] = set()  # growing blobs whose names are durable; whoever made them may have died before
 
     # -- writing
 
@@ -105,6 +109,84 @@ class DiskTier:
                 path.unlink(missing_ok=True)  # some file systems create the file before they refuse
         return os.open(path, flags, 0o644), False
 
+    # -- growing
+
+    def append(self, name: str, parts: Sequence[memoryview]) -> None:
+        path = self._path(name)
+        parts = [part.cast("B") for part in parts]
+        size = sum(map(len, parts))
+        if self.free_bytes() < size + _SPARE_BYTES:
+            raise NotEnoughSpace(str(self.root), size, self.free_bytes())
+        with self._failing(f"appending to {name}", size):
+            self._make_folder(path.parent)
+            is_new = not path.exists()
+            self.before(f"append {name}")
+            descriptor, end, direct = self._open_for_appending(path, size)
+            try:
+                self._extend(name, descriptor, parts, end, direct)
+                if name not in self._rooted:
+                    self._sync_folder(path.parent)
+                    self._sync_folder(path.parent.parent)
+                    self._rooted.add(name)
+            except OSError:
+                self._undo(name, descriptor, end, is_new)
+                raise
+            finally:
+                os.close(descriptor)
+
+    def _extend(self, name: str, descriptor: int, parts: Sequence[memoryview], end: int, direct: bool) -> None:
+        for piece in _whole_blocks(parts) if direct else _chunks(parts):
+            self.before(f"write {name} at {end}")
+            _write_all(descriptor, piece, end)
+            end += len(piece)
+        if self.durable:
+            self.before(f"fsync {name}")
+            os.fdatasync(descriptor)
+
+    def _undo(self, name: str, descriptor: int, end: int, is_new: bool) -> None:
+        """Take back what a failed append wrote; what this leaves is a torn end."""
+        try:
+            self.before(f"cut {name}")
+            os.ftruncate(descriptor, end)
+            if is_new:
+                self._path(name).unlink(missing_ok=True)
+            elif self.durable:
+                os.fsync(descriptor)
+        except OSError:
+            return  # the append's own error is the one to tell
+
+    def _open_for_appending(self, path: Path, size: int) -> tuple[int, int, bool]:
+        """A descriptor, where the file ends, and whether writes must be whole blocks."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o644)
+        end = os.fstat(descriptor).st_size
+        if not self.direct or size % BLOCK or end % BLOCK:
+            return descriptor, end, False
+        try:
+            direct = os.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return descriptor, end, False
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return direct, end, True
+
+    def cut(self, name: str, length: int) -> None:
+        path = self._path(name)
+        with self._failing(f"cutting {name}"):
+            if self.size(name) <= length:
+                return
+            self.before(f"cut {name}")
+            descriptor = os.open(path, os.O_WRONLY)
+            try:
+                os.ftruncate(descriptor, length)
+                if self.durable:
+                    self.before(f"fsync {name}")
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
     # -- reading
 
     def get(self, name: str) -> memoryview:
@@ -140,6 +222,24 @@ class DiskTier:
                     raise
         return os.open(path, os.O_RDONLY), False
 
+    def read(self, name: str, offset: int, into: memoryview) -> int:
+        with self._failing(f"reading {name}"):
+            descriptor = os.open(self._path(name), os.O_RDONLY)
+            try:
+                at = 0
+                while at < len(into) and (count := os.preadv(descriptor, [into[at:]], offset + at)):
+                    at += count
+                return at
+            finally:
+                os.close(descriptor)
+
+    def view(self, name: str) -> memoryview:
+        path = self._path(name)
+        with self._failing(f"reading {name}"), path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return memoryview(b"")  # nothing cannot be mapped
+            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
     def size(self, name: str) -> int:
         return self._path(name).stat().st_size
 
@@ -171,6 +271,7 @@ class DiskTier:
         path = self._path(name)
         with self._failing(f"deleting {name}"):
             self.before(f"delete {name}")
+            self._rooted.discard(name)
             path.unlink(missing_ok=True)
             if path.parent.exists():
                 self._sync_folder(path.parent)
@@ -178,6 +279,7 @@ class DiskTier:
     def delete_folder(self, folder: str) -> None:
         with self._failing(f"deleting {folder}"):
             self.before(f"delete {folder}")
+            self._rooted = {name for name in self._rooted if not name.startswith(f"{folder}/")}
             if (self.root / folder).exists():
                 shutil.rmtree(self.root / folder)
 
@@ -257,6 +359,35 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
             _write_padded(descriptor, data, offset)  # memory that does not begin on a block
             return
         data, offset = data[written:], offset + written
+
+
+def _chunks(parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        for at in range(0, len(part), CHUNK_BYTES):
+            yield part[at : at + CHUNK_BYTES]
+
+
+def _whole_blocks(parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    """The same bytes, as O_DIRECT takes them: long stretches from where they lie, short ones gathered on a block."""
+    room, filled = memoryview(mmap.mmap(-1, CHUNK_BYTES)), 0
+    for part in parts:
+        while part:
+            straight = min(len(part) // BLOCK * BLOCK, CHUNK_BYTES)
+            if straight >= _STRAIGHT_BYTES and filled % BLOCK == 0:
+                if filled:
+                    yield room[:filled]
+                    filled = 0
+                yield part[:straight]
+                part = part[straight:]
+                continue
+            take = min(len(part), CHUNK_BYTES - filled)
+            room[filled : filled + take] = part[:take]
+            part, filled = part[take:], filled + take
+            if filled == CHUNK_BYTES:
+                yield room
+                filled = 0
+    if filled:
+        yield room[:filled]
 
 
 def _write_padded(descriptor: int, data: memoryview, offset: int) -> None:

@@ -3,11 +3,14 @@
 A tier keeps named, immutable blobs. It promises: a put is all or nothing, also for a reader in another process and
 after a crash at any instruction; a name never changes its content; a listed blob is complete. It does not know what
 the bytes mean. `everstep.testing.check_tier` holds any implementation to this.
+
+A blob that is appended to instead grows: what one append brought stays as it is, and a crash can only leave a torn end
+behind it, so its readers check what they find. It has one writer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from everstep.types import Traits
@@ -21,8 +24,23 @@ class Tier(Protocol):
     def put(self, name: str, data: memoryview) -> tuple[int, ...]:
         """Store a blob under a new name and return the checksums of its chunks. FileExistsError if it is there."""
 
+    def append(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Add bytes at the end of a growing blob, made if need be, and force them onto the medium; not all or nothing.
+
+        An append that raises leaves the blob as it was, as far as the medium lets it.
+        """
+
+    def cut(self, name: str, length: int) -> None:
+        """Shorten a growing blob, durably, unless it is as short. FileNotFoundError if it is not there."""
+
     def get(self, name: str) -> memoryview:
         """All of a blob, in memory of its own. FileNotFoundError if it is not there."""
+
+    def read(self, name: str, offset: int, into: memoryview) -> int:
+        """Bytes of a blob from an offset on; returns how many there were. FileNotFoundError if it is not there."""
+
+    def view(self, name: str) -> memoryview:
+        """All of a blob, read only, loaded where it is looked at. FileNotFoundError if it is not there."""
 
     def size(self, name: str) -> int:
         """Bytes of a blob. FileNotFoundError if it is not there."""
