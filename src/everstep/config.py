@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from everstep.errors import BadConfig
 
 Mode = Literal["host", "device", "direct", "disk"]
-Strategy = Literal["auto", "snapshot"]
+Strategy = Literal["auto", "snapshot", "log"]
 KeeperKind = Literal["process", "inline"]
 
 MAX_SLOTS = 28  # as many seals as fit on an arena's control page
@@ -101,6 +101,7 @@ class Settings:
     epochs: int | None = 1
     steps: int | None = None
     capture: Every = field(default_factory=lambda: Every(steps=1))
+    strategy: Strategy = "auto"
     mode: Mode = "host"
     memory: Memory = field(default_factory=Memory)
     disk: Disk = field(default_factory=Disk)
@@ -114,6 +115,8 @@ class Settings:
             raise BadConfig(f"epochs must be None or at least 1, not {self.epochs}")
         if self.steps is not None and self.steps < 1:
             raise BadConfig(f"steps must be None or at least 1, not {self.steps}")
+        if self.strategy not in get_args(Strategy):
+            raise BadConfig(f"strategy must be one of {', '.join(get_args(Strategy))}, not {self.strategy!r}")
         if self.mode not in ("host", "device", "direct", "disk"):
             raise BadConfig(f"mode must be 'host', 'device', 'direct' or 'disk', not {self.mode!r}")
         if self.mode == "direct" and self.memory.path is None:
@@ -126,14 +129,11 @@ def settings(
     directory: str | Path,
     *,
     lose_at_most: int | str,
-    strategy: Strategy,
     tiers: list[Memory | Disk] | None,
     keep: int | Keep,
     mode: Mode,
     **rest: object,
 ) -> Settings:
-    if strategy not in ("auto", "snapshot"):
-        raise BadConfig(f"strategy must be 'auto' or 'snapshot', not {strategy!r}")
     memory, disk = Memory(), Disk()
     for tier in tiers or ():
         if isinstance(tier, Memory):

@@ -188,12 +188,9 @@ def parse_cached(header: bytes, total_bytes: int, file: str) -> tuple[ImageLayou
 
 
 def extras_of(layout: ImageLayout, image: memoryview) -> bytes:
-    return extras_in(image[layout.extras_offset : layout.extras_offset + layout.extras_bytes])
-
-
-def extras_in(room: memoryview) -> bytes:
     """The payload of EXTRAS: a length, then that many bytes."""
-    (length,) = struct.unpack_from("<Q", room)
-    if length > len(room) - 8:
-        raise Damaged(f"extras claim {length} of {len(room) - 8} bytes")
-    return bytes(room[8 : 8 + length])
+    (length,) = struct.unpack_from("<Q", image, layout.extras_offset)
+    if length > layout.extras_bytes - 8:
+        raise Damaged(f"extras claim {length} of {layout.extras_bytes - 8} bytes")
+    begin = layout.extras_offset + 8
+    return bytes(image[begin : begin + length])

@@ -26,6 +26,7 @@ from everstep import topology
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
 from everstep.capture.copier import Copier
+from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
 from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
@@ -41,6 +42,7 @@ from everstep.store import claim
 from everstep.types import Level
 
 _GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
+_LOG_PER_BASE = 4  # a base is taken when the records since the last one are this many times as large
 
 
 def guard(
@@ -132,13 +134,14 @@ class Run:
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
             sign(folder, chosen.directory, self._emit)
+        left, rings = self._left_by_earlier_life()
         self._copier = Copier()
         self._capture = Capture(
             state.subjects, self._copier, topology=self._place, settings=chosen, run=self._run, generation=generation,
-            emit=self._emit, attach=self._keeper.attach, left=self._left_by_earlier_life(),
-            resumed_from=self.resumed_from,
+            emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
             leased=set(self._keeper.leased),
         )  # fmt: skip
+        self._recorder = self._make_recorder(generation, rings) if chosen.strategy == "log" else None
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
         )
@@ -166,15 +169,26 @@ class Run:
     def _sources(self) -> Sources:
         return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
 
-    def _left_by_earlier_life(self) -> list[Arena]:
-        """What an earlier life of this rank left on this node, and what ranks left that are no more."""
-        left = self._sources().arenas
+    def _left_by_earlier_life(self) -> tuple[list[Arena], list[Arena]]:
+        """What an earlier life of this rank left on this node, and what ranks left that are no more: bases and rings."""
+        sources = self._sources()
         rank, world = self._place.rank, self._place.world
-        mine = [arena for arena in left if arena.rank == rank or arena.rank >= world]
-        for arena in left:
+        mine = [arena for arena in (*sources.arenas, *sources.rings) if arena.rank == rank or arena.rank >= world]
+        for arena in (*sources.arenas, *sources.rings):
             if arena not in mine:
                 arena.close()
-        return mine
+        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind == "log"]
+
+    def _make_recorder(self, generation: str, rings: list[Arena]) -> Recorder:
+        recorder = Recorder(
+            self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
+            generation=generation, emit=self._emit, attach=self._keeper.attach_ring, left=rings,
+            resumed_from=self.resumed_from,
+        )  # fmt: skip
+        if self.resumed_from is not None:  # the chain goes on with the very next step
+            shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
+            self._capture.leave_behind(recorder.prepare(shape))
+        return recorder
 
     def _restore(self) -> str:
         with self._sources() as sources:
@@ -244,14 +258,31 @@ class Run:
             self._leave()
 
     def _is_due(self) -> bool:
+        if self._recorder is not None:
+            return True  # a chain has no gaps
         step, when = self._last_capture
         if not self.settings.capture.due(self.step, time.monotonic(), step, when):
             return False
         return self.settings.mode != "disk" or step is None or self._keeper.durable_step >= step
 
-    def _take(self) -> None:
+    def _take(self, *, base: bool = False) -> None:
+        """Keep the present step: by a record if there is one and it leads anywhere, else by a base."""
         self._last_capture = (self.step, time.monotonic())
-        self._capture.cut(self.step, trees.encode(self._tree(), "state"))
+        tree = self._tree()
+        if self._recorder is None:
+            self._capture.cut(self.step, trees.encode(tree, "state"))
+            return
+        if self._recorder.recorded_step != self.step:
+            self._recorder.cut(self.step, tree)
+        if base or self._capture.base_step < self._recorder.whole_since or self._is_base_due():
+            self._capture.cut(self.step, trees.encode(tree, "state"))
+            assert self._capture.shape is not None
+            self._capture.leave_behind(self._recorder.prepare(self._capture.shape))
+
+    def _is_base_due(self) -> bool:
+        assert self._recorder is not None and self._capture.shape is not None
+        records = self.step - self._capture.base_step
+        return records * self._recorder.record_bytes >= _LOG_PER_BASE * self._capture.shape.layout.total_bytes
 
     def _tree(self) -> dict[str, Any]:
         return {
@@ -278,10 +309,15 @@ class Run:
         if between_steps and self.step > 0 and self.step not in (self._last_capture[0], self.resumed_from):
             self._take()
         self._capture.wait_sealed()
-        captured = self._capture.sealed_step
+        captured = self._kept_step()
         if wanted is Level.SEALED or captured is None:
             return True
         return self._keeper.wait_durable(captured, timeout)
+
+    def _kept_step(self) -> int | None:
+        """The newest step that survives this process."""
+        recorded = self._recorder.recorded_step if self._recorder is not None else None
+        return max((s for s in (self._capture.sealed_step, recorded) if s is not None), default=None)
 
     def status(self) -> dict[str, object]:
         """Where the run stands, as plain data."""
@@ -294,7 +330,7 @@ class Run:
             "step": self.step,
             "epoch": self.epoch,
             "resumed_from": self.resumed_from,
-            "sealed_step": self._capture.sealed_step,
+            "sealed_step": self._kept_step(),
             "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
             "arena": arena.place if arena is not None else None,
             "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
@@ -315,9 +351,9 @@ class Run:
             self.step += stepped
             ended = self._finished and not self._had_finished and self.step > 0
             if self._last_capture[0] is not None or stepped or ended:
-                self._take()
+                self._take(base=True)
                 self._capture.wait_sealed()
-                self._keeper.wait_durable(self.step, None)
+                self._keeper.wait_durable(self.step, None, as_base=True)
                 self._capture.let_go()
         finally:
             self._release(final=self._finished)
@@ -326,6 +362,8 @@ class Run:
 
     def _release(self, *, final: bool) -> None:
         self._closed = True
+        if self._recorder is not None:
+            self._recorder.close()
         self._capture.close()
         self._copier.close()
         self._keeper.close(final=final)

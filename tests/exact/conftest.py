@@ -12,8 +12,8 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
     """Makes stages, and takes away what their runs leave in shared memory."""
     made: list[Stage] = []
 
-    def make(feature: str, keeper: str = "inline") -> Stage:
-        made.append(Stage(feature, tmp_path / f"stage-{len(made)}", keeper))
+    def make(feature: str, keeper: str = "inline", strategy: str = "snapshot") -> Stage:
+        made.append(Stage(feature, tmp_path / f"stage-{len(made)}", keeper, strategy))
         return made[-1]
 
     yield make

@@ -71,6 +71,7 @@ class Life:
     port: int = 0
     kill: Kill | None = None
     keeper: str = "inline"
+    strategy: str = "snapshot"
     seed: int = SEED
     slow_copies: bool = False
 
@@ -104,7 +105,8 @@ class Trial:
 
     def guard(self, model: Any, optimizer: Any, loader: Any = None, **options: Any) -> everstep.Run:
         self.extra = {"losses": [], "seen": [], **options.pop("extra", {})}
-        options = {"dir": self.life.directory / "run", "keeper": self.life.keeper, "extra": self.extra, **options}
+        ours = {"dir": self.life.directory / "run", "keeper": self.life.keeper, "strategy": self.life.strategy}
+        options = {**ours, "extra": self.extra, **options}
         self.run = everstep.guard(model, optimizer, loader, **options)
         self.kept = {"model": model, "optimizer": optimizer, "extra": self.extra}
         self.kept |= {name: options[name] for name in ("scheduler", "scaler") if name in options}
@@ -256,12 +258,19 @@ class Stage:
     feature: str
     directory: Path
     keeper: str = "inline"
+    strategy: str = "snapshot"
     lives: int = 0
 
     def play(
-        self, kills: Sequence[Kill] = (), *, world: int = 1, other_seeds: bool = True, may_lose: int | None = None
+        self,
+        kills: Sequence[Kill] = (),
+        *,
+        world: int = 1,
+        other_seeds: bool = True,
+        may_lose: int | None = None,
+        reboot: bool = False,
     ) -> list[Lines]:
-        """Live through the kills and then to the end; what is left, by rank."""
+        """Live through the kills and then to the end; what is left, by rank. `reboot`: memory is lost each time."""
         if may_lose is None:
             may_lose = 1 if world == 1 else 2  # a rank that is waited for may be one base behind the others
         done = 0
@@ -272,6 +281,8 @@ class Stage:
             if kill is not None:
                 assert codes[kill.rank] == -signal.SIGKILL, f"{kill} did not happen: {codes}\n{self.errors()}"
                 done = self.read("killed", kill.rank)
+            if reboot and kill is not None:
+                self.clean_up()
         assert codes == [0] * world, f"exit codes {codes}\n{self.errors()}"
         return [self.read("ended", rank)["lines"] for rank in range(world)]
 
@@ -288,7 +299,8 @@ class Stage:
                 args=(
                     Life(
                         feature=self.feature, directory=self.directory, number=self.lives, rank=rank, world=world,
-                        port=port, kill=kill, keeper=self.keeper, seed=seed, slow_copies=self.lives % 2 == 0,
+                        port=port, kill=kill, keeper=self.keeper, strategy=self.strategy, seed=seed,
+                        slow_copies=self.lives % 2 == 0,
                     ),
                 ),
             )

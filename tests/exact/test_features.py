@@ -12,9 +12,10 @@ from harness import EVERYWHERE, ON_TWO, Kill, Stage, differing
 Make = Callable[..., Stage]
 
 
+@pytest.mark.parametrize("strategy", ["snapshot", "log"])
 @pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_killed_in_every_place_it_ends_with_the_same_bits(name: str, stage: Make) -> None:
-    once, again = stage(name), stage(name)
+def test_killed_in_every_place_it_ends_with_the_same_bits(name: str, strategy: str, stage: Make) -> None:
+    once, again = stage(name), stage(name, strategy=strategy)
     unbroken = once.play()
     assert differing(unbroken, again.play(EVERYWHERE)) == []
     for finished in (once, again):
@@ -23,11 +24,18 @@ def test_killed_in_every_place_it_ends_with_the_same_bits(name: str, stage: Make
         assert finished.left_in_memory() == []
 
 
+@pytest.mark.parametrize("strategy", ["snapshot", "log"])
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_two_ranks_killed_one_at_a_time_end_with_the_same_bits(name: str, stage: Make) -> None:
-    unbroken, again = stage(name).play(world=2), stage(name)
+def test_two_ranks_killed_one_at_a_time_end_with_the_same_bits(name: str, strategy: str, stage: Make) -> None:
+    unbroken, again = stage(name).play(world=2), stage(name, strategy=strategy)
     assert differing(unbroken, again.play(ON_TWO, world=2)) == []
     assert again.left_in_memory() == []
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_rebooted_in_every_place_the_log_on_the_disk_gives_the_same_bits(name: str, stage: Make) -> None:
+    unbroken, again = stage(name).play(), stage(name, strategy="log")
+    assert differing(unbroken, again.play(EVERYWHERE, reboot=True, may_lose=1000)) == []
 
 
 @pytest.mark.parametrize("name", ["adam", "batch_norm_and_dropout", "data_stateful_with_two_workers"])

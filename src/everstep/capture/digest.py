@@ -52,8 +52,7 @@ def state_digest(shares: Iterable[Share]) -> tuple[Tensor, Tensor]:
         if share.entry.gate is not None:
             row_elements = tensor.numel() // max(1, tensor.shape[0]) if tensor.dim() else 1
             sums[not share.entry.common].append(digest(share.entry.name, share.source(), share.first * row_elements))
-    common, private = (_total(parts) for parts in sums)
-    return common, private
+    return added(sums[0]), added(sums[1])
 
 
 def number(*sums: Tensor) -> int:
@@ -61,7 +60,8 @@ def number(*sums: Tensor) -> int:
     return sum(int(one) for one in sums) % MODULUS
 
 
-def _total(sums: list[Tensor]) -> Tensor:
+def added(sums: Iterable[Tensor]) -> Tensor:
+    """The sum of digests, which may lie on several devices."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for one in sums:
         by_device.setdefault(one.device, []).append(one)

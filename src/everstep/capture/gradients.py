@@ -97,7 +97,7 @@ class Recorder:
 
     def _obstacle(self, index: int, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this update cannot be recorded, if so."""
-        if args or kwargs.get("closure") is not None:
+        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
             return "the optimizer is given a closure, so its gradients are made inside step()"
         if index in self._calls:
             return "an optimizer stepped twice in one step"
@@ -246,8 +246,11 @@ class Recorder:
 
     # -- making the form
 
-    def prepare(self, shape: Shape) -> None:
-        """Make records possible, of the state that `shape` captures; nothing to do while the form holds."""
+    def prepare(self, shape: Shape) -> list[Arena]:
+        """Make records possible, of the state that `shape` captures; nothing to do while the form holds.
+
+        Returns the rings that an earlier life left and that nobody needs once a base is sealed.
+        """
         if self._form is None:
             self._form = make_form(
                 self._subjects, shape, topology=self._topology, run=self._run,
@@ -262,6 +265,9 @@ class Recorder:
             )  # fmt: skip
             self._slot, self._calls = None, {}
             self._versions = sum(map(_version, self._form.loose))
+            self._gap = ""
+        left, self._left = self._left, []
+        return left
 
     def _make_ring(self, layout: ImageLayout, base_bytes: int) -> Arena:
         """Take over the ring of an earlier life if it fits, else make one of about a base's size, if that is enough."""

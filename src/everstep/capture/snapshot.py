@@ -82,6 +82,7 @@ class Capture:
         self._cuts = 0
         self._fence_in_cut = False
         self.sealed_step: int | None = resumed_from
+        self.pending_step: int | None = None  # cut, and neither sealed nor skipped yet
         self.stall_s = 0.0
         self._handles = [
             handle
@@ -141,12 +142,32 @@ class Capture:
         cut_time = time.time()
         shape.arena.set_live(step, cut_time)
         self._watch_versions(shape)
-        self._progress = 0
+        self._progress, self.pending_step = 0, step
         job = _Job(step, cut_time, extras)
         self._copier.submit(lambda: self._take(job))
         if self._fence_in_cut:
             self._copier.wait()
         self.stall_s += time.perf_counter() - begin
+
+    def prepare(self, extras_bytes: int) -> Shape:
+        """Be ready before the first cut, where the optimizers have their state already."""
+        if self._shape is None:
+            self._order = list(range(len(self._subjects.optimizers)))
+            self._shape = self._make_shape(extras_bytes)
+        return self._shape
+
+    @property
+    def shape(self) -> Shape | None:
+        return self._shape
+
+    @property
+    def base_step(self) -> int:
+        """The newest step that is, or is about to be, a base; -1 if there is none."""
+        return max(-1 if step is None else step for step in (self.sealed_step, self.pending_step))
+
+    def leave_behind(self, arenas: list[Arena]) -> None:
+        """Keep these too until the first base of this life is safe."""
+        self._left += arenas
 
     def wait_sealed(self) -> None:
         self._copier.wait()
@@ -270,6 +291,7 @@ class Capture:
         try:
             self._copy_and_seal(job)
         finally:
+            self.pending_step = None
             self._advance(1 << 30)  # whatever happened, no update waits for it
 
     def _advance(self, progress: int) -> None:

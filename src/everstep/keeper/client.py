@@ -59,11 +59,12 @@ class KeeperClient:
         self._hello: Hello | None = None
         self._answers: Answers | None = None
         self._arena: Arena | None = None
+        self._ring: Arena | None = None
         self._channel: Channel | None = None
         self._state = threading.Condition()
         self._closing = False
         self._inline: threading.Thread | None = None
-        self.durable_step = -1
+        self.durable_step = self.durable_base = -1
         self.trouble = ""
         self.leased: tuple[int, ...] = ()
 
@@ -106,8 +107,9 @@ class KeeperClient:
         if heard is None or not isinstance(heard[0], Welcome):
             return False
         self.leased = heard[0].leased
-        if self._arena is not None:
-            channel.send(Attach(place=self._arena.place), self._arena.descriptors)
+        for arena in (self._arena, self._ring):
+            if arena is not None:
+                channel.send(Attach(place=arena.place), arena.descriptors)
         return True
 
     def _connect(self) -> Channel | None:
@@ -131,24 +133,32 @@ class KeeperClient:
         self._arena = arena
         self._send(Attach(place=arena.place), arena.descriptors)
 
-    def persist(self, step: int) -> None:
-        self._send(Persist(step=step))
+    def attach_ring(self, ring: Arena) -> None:
+        self._ring = ring
+        self._send(Attach(place=ring.place), ring.descriptors)
+
+    def persist(self, step: int, *, as_base: bool) -> None:
+        self._send(Persist(step=step, as_base=as_base))
 
     def stop_at(self, step: int) -> None:
         self._send(StopAt(step=step))
 
-    def wait_durable(self, step: int, timeout_s: float | None) -> bool:
+    def wait_durable(self, step: int, timeout_s: float | None, *, as_base: bool = False) -> bool:
         """Whether the step was durable in time. Raises what the keeper complains of, if that is why it was not."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.trouble = ""
-        while self.durable_step < step and not self.trouble:
+
+        def reached() -> bool:
+            return (self.durable_base if as_base else self.durable_step) >= step
+
+        while not reached() and not self.trouble:
             left = _ASK_AGAIN_S if deadline is None else min(_ASK_AGAIN_S, deadline - time.monotonic())
             if left <= 0:
                 return False
-            self.persist(step)  # again and again: a keeper that has just been born has not heard it
+            self.persist(step, as_base=as_base)  # again and again: a keeper that has just been born has not heard it
             with self._state:
-                self._state.wait_for(lambda: self.durable_step >= step or bool(self.trouble), left)
-        if self.durable_step < step:
+                self._state.wait_for(lambda: reached() or bool(self.trouble), left)
+        if not reached():
             raise EverstepError(f"step {step} is not durable: {self.trouble}")
         return True
 
@@ -184,9 +194,10 @@ class KeeperClient:
                 answers.release(slot)
             case StopAt(step=step) if answers:
                 answers.stop_at(step)
-            case Durable(step=step):
+            case Durable(step=step, base=base):
                 with self._state:
                     self.durable_step = max(self.durable_step, step)
+                    self.durable_base = max(self.durable_base, base)
                     self._state.notify_all()
             case Trouble(reason=reason):
                 with self._state:

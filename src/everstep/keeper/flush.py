@@ -144,12 +144,23 @@ def clean(tier: Tier) -> list[int]:
     return orphans
 
 
-def set_aside(tier: Tier, after: int | None) -> list[int]:
-    """Commits newer than the step that the run goes on from: passed over at recovery, and about to be made anew."""
+def set_aside(tier: Tier, after: int | None, run: str, generation: str) -> list[int]:
+    """Commits newer than the step that a life goes on from: passed over at recovery, and about to be made anew.
+
+    Those of the life itself stay: it may only have lost its keeper.
+    """
     newer = [step for step in committed_steps(tier) if after is None or step > after]
-    for step in newer:
+    gone = [step for step in newer if not _is_of(tier, step, run, generation)]
+    for step in gone:
         tier.delete(commit_name(step))
     for step in step_folders(tier):
-        if after is None or step > after:
+        if (after is None or step > after) and (step in gone or step not in newer):
             tier.rename_folder(step_folder(step), f"rejected-{step:010d}-{time.time_ns():x}")
-    return newer
+    return gone
+
+
+def _is_of(tier: Tier, step: int, run: str, generation: str) -> bool:
+    try:
+        return read_commit(tier, step, run).generation == generation
+    except (Damaged, OSError):
+        return False

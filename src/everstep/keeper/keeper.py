@@ -28,6 +28,7 @@ from everstep.errors import Damaged, KeeperLost
 from everstep.events import Degraded, Persisted, Rejected, Retired, Scavenged, Sink
 from everstep.image import CHUNK_BYTES
 from everstep.keeper import flush
+from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
     Attach,
@@ -51,6 +52,7 @@ from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 
 _TICK_S = 0.05
+_LOG_TICK_S = 0.02  # between two looks at the rings
 _LEASE_TIMEOUT_S = 5.0
 _AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
 _AUTO_SHARE = 0.1  # and writing takes at most this share of the time
@@ -68,6 +70,7 @@ class Session:
     alive: bool = True
     done: bool = False
     arena: Arena | None = None
+    ring: Arena | None = None
     outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
     leased: set[int] = field(default_factory=set)
 
@@ -84,9 +87,12 @@ class Keeper:
         self._answers: queue.Queue[LeaseAnswer] = queue.Queue()
         self._generation = ""
         self._overtaken: list[Arena] = []  # of ranks that the present life no longer has
-        self._wanted = -1  # a step that somebody waits for
-        self.durable_step = max(committed_steps(self.tier), default=-1)
-        self._wrote = -1  # the newest step that this keeper made durable itself
+        self._wanted = -1  # a step that somebody waits for,
+        self._wanted_base = -1  # or for its base
+        self._logbook = Logbook(self.tier, emit)
+        self._writing_log = threading.Lock()
+        self._durable_base = max(committed_steps(self.tier), default=-1)
+        self._wrote = -1  # the newest base that this keeper made durable itself
         self._last_flush_at = 0.0
         self._last_flush_took = 0.0
         self._retry_at, self._failures = 0.0, 0
@@ -96,7 +102,13 @@ class Keeper:
         self._threads = [
             threading.Thread(target=self._flush_loop, name="everstep-flush", daemon=True),
             threading.Thread(target=self._check_loop, name="everstep-check", daemon=True),
+            threading.Thread(target=self._log_loop, name="everstep-log", daemon=True),
         ]
+
+    @property
+    def durable_step(self) -> int:
+        """The newest step that a reboot would leave: a base on the disk, and the records that follow it there."""
+        return self._logbook.reach(self._durable_base)
 
     # -- the conversation
 
@@ -151,6 +163,9 @@ class Keeper:
             case Attach() if session is not None:
                 arena = Arena(descriptors[0], descriptors[1:], message.place)
                 arena.populate()
+                if arena.kind == "log":
+                    self._take_in(session, arena)
+                    return
                 with self._lock:
                     if session.arena is not None:
                         session.outgrown.append(session.arena)
@@ -159,14 +174,16 @@ class Keeper:
                 self._answers.put(message)
             case Persist():
                 self._wanted = max(self._wanted, message.step)
+                if message.as_base:
+                    self._wanted_base = max(self._wanted_base, message.step)
                 self._retry_at = 0.0  # whoever waits wants to know now
                 self._asked.set()
                 if self.durable_step >= message.step:
-                    channel.send(Durable(step=self.durable_step))
+                    channel.send(self._durable())
             case StopAt():
                 self._tell_all(message)
             case Inherit():
-                held = [a for s in self._sessions.values() for a in (*s.outgrown, s.arena) if a is not None]
+                held = [a for s in self._sessions.values() for a in (*s.outgrown, s.arena, s.ring) if a is not None]
                 held = [a for a in held if a.place == MEMFD]
                 counts = tuple(len(arena.descriptors) for arena in held)
                 channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
@@ -177,6 +194,15 @@ class Keeper:
             case _:
                 channel.send(Trouble(reason=f"the keeper does not understand {type(message).__name__} now"))
 
+    def _durable(self) -> Durable:
+        return Durable(step=self.durable_step, base=self._durable_base)
+
+    def _take_in(self, session: Session, ring: Arena) -> None:
+        with self._writing_log:
+            before, session.ring = session.ring, ring
+        if before is not None:
+            before.close()
+
     def _welcome(self, channel: Channel, hello: Hello) -> None:
         with self._lock:
             earlier = self._sessions.get(hello.rank)
@@ -186,6 +212,9 @@ class Keeper:
             if earlier is not None:
                 self._lose(earlier)
                 session.arena, session.leased, session.outgrown = earlier.arena, earlier.leased, earlier.outgrown
+                session.ring = earlier.ring
+            with self._writing_log:
+                self._logbook.open(hello)
             self._sessions[hello.rank] = session
             try:
                 session.watcher = os.pidfd_open(hello.pid)
@@ -201,9 +230,11 @@ class Keeper:
             arena = self._sessions.pop(rank).arena
             if arena is not None:
                 self._overtaken.append(arena)
-        for step in flush.set_aside(self.tier, hello.resumed_from):
+        with self._writing_log:
+            self._logbook.overtake(hello)
+        for step in flush.set_aside(self.tier, hello.resumed_from, hello.run, hello.generation):
             self._emit(Retired(step=step, reason=f"newer than step {hello.resumed_from}, from which the run went on"))
-        self.durable_step = max(committed_steps(self.tier), default=-1)
+        self._durable_base = max(committed_steps(self.tier), default=-1)
 
     def _lose(self, session: Session) -> None:
         if session.watcher >= 0:
@@ -280,16 +311,25 @@ class Keeper:
     def _due(self) -> int | None:
         sessions = self._ready()
         newest = self._newest_common(sessions)
-        if newest is None or newest <= self.durable_step or time.monotonic() < self._retry_at:
+        if newest is None or newest <= self._durable_base or time.monotonic() < self._retry_at:
             return None
         hello = sessions[0].hello
-        if self._wanted > self.durable_step or hello.every_capture or not any(s.alive for s in sessions):
+        if self._is_waited_for(sessions) or hello.every_capture or not any(s.alive for s in sessions):
             return newest
         every = Every(steps=hello.every_steps, seconds=hello.every_s)
         if hello.every_steps is None and hello.every_s is None:
             every = Every(seconds=max(_AUTO_FLOOR_S, self._last_flush_took / _AUTO_SHARE))
-        last = self.durable_step if self.durable_step >= 0 else None
+        last = self._durable_base if self._durable_base >= 0 else None
         return newest if every.due(newest, time.monotonic(), last, self._last_flush_at) else None
+
+    def _is_waited_for(self, sessions: list[Session]) -> bool:
+        """Whether somebody waits for what only a base can give."""
+        if self._wanted_base > self._durable_base:
+            return True
+        if self._wanted <= self.durable_step:
+            return False
+        rings = [session.ring for session in sessions if session.ring is not None]
+        return len(rings) < len(sessions) or not self._logbook.will_reach(self._wanted, self._durable_base, rings)
 
     def _flush(self, step: int) -> None:
         sessions = self._ready()
@@ -316,7 +356,7 @@ class Keeper:
             for session, slot in leases:
                 if slot is not None:
                     self._release(session, slot)
-        self.durable_step = self._wrote = step
+        self._durable_base = self._wrote = step
         while self._overtaken:
             arena = self._overtaken.pop()
             arena.remove()
@@ -325,11 +365,37 @@ class Keeper:
         self._emit(Persisted(step=step, bytes=total, seconds=self._last_flush_took, direct=self.tier.wrote_direct))
         if not any(session.alive for session in sessions):
             self._emit(Scavenged(step=step, ranks=tuple(session.hello.rank for session in sessions)))
-        self._tell_all(Durable(step=step))
+        self._tell_all(self._durable())
         hello = sessions[0].hello
         for gone in flush.retire(self.tier, Keep(last=hello.keep_last, every=hello.keep_every), hello.run):
             self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
         flush.clean(self.tier)
+        with self._writing_log:
+            self._logbook.rotate()
+            self._logbook.forget(min(committed_steps(self.tier), default=-1))
+
+    def _log_loop(self) -> None:
+        """Take records from the rings as they come. While one flush runs the next records gather: the group commit."""
+        rest, failures = _TICK_S, 0
+        while not self._ending.wait(rest):
+            rest = _LOG_TICK_S
+            try:
+                self._take_records()
+                failures = 0
+            except Exception as error:  # whatever it is: rings hold the records, and nobody is left in the dark
+                failures += 1
+                rest = min(60.0, 0.5 * 2**failures)
+                self._emit(Degraded(what="records are not durable yet", reason=str(error)))
+                self._tell_all(Trouble(reason=str(error)))
+
+    def _take_records(self) -> None:
+        before = self.durable_step
+        for session in list(self._sessions.values()):
+            with self._writing_log:
+                if session.ring is not None:
+                    self._logbook.take(session.ring, session.hello)
+        if self.durable_step > before:
+            self._tell_all(self._durable())
 
     def _lease(self, session: Session, step: int) -> int | None:
         assert session.arena is not None
@@ -392,20 +458,21 @@ class Keeper:
             linger = 0.0
         if idle < linger:
             return False
+        patience_s = _INLINE_PATIENCE_S if self._inline else _PATIENCE_S
+        gives_up = idle > patience_s or (self._inline and self._failures > 0)
         ready = self._ready()
         newest = self._newest_common(ready)
         if newest is None:
             return not any(s.outgrown for s in sessions)
-        if newest <= self.durable_step and self._wrote < newest:
+        if newest <= self._durable_base and self._wrote < newest:
             self._read_back(sessions[0].hello.run, newest)
-        patience_s = _INLINE_PATIENCE_S if self._inline else _PATIENCE_S
-        gives_up = idle > patience_s or (self._inline and self._failures > 0)
-        return newest <= self.durable_step or gives_up
+        behind = any(s.ring is not None and self._logbook.is_behind(s.ring) for s in ready)
+        return gives_up or (newest <= self._durable_base and not behind)
 
     def _read_back(self, run: str, newest: int) -> None:
         """Memory is about to be given up for what an earlier keeper wrote: only if that is still sound."""
-        self.durable_step = next(flush.sound_steps(self.tier, run), -1)
-        if newest <= self.durable_step:
+        self._durable_base = next(flush.sound_steps(self.tier, run), -1)
+        if newest <= self._durable_base:
             self._wrote = newest
         elif newest in committed_steps(self.tier):
             flush.remove_checkpoint(self.tier, newest)  # damaged; memory has it, and writes it anew
@@ -413,12 +480,15 @@ class Keeper:
     def _remove_spent_arenas(self) -> None:
         ready = self._ready()
         newest = self._newest_common(ready)
-        if ready and (newest is None or newest <= self.durable_step):
-            for session in ready:
-                assert session.arena is not None
-                session.arena.remove()
-                folder = Path(session.arena.place).parent
-                if session.arena.place != MEMFD and folder != find_runtime_folder(session.hello.run):
+        if not ready or (newest is not None and newest > self._durable_base):
+            return
+        for session in ready:
+            for arena in (session.arena, session.ring):
+                if arena is None or (arena is session.ring and self._logbook.is_behind(arena)):
+                    continue
+                arena.remove()
+                folder = Path(arena.place).parent
+                if arena.place != MEMFD and folder != find_runtime_folder(session.hello.run):
                     leave(folder)
 
 

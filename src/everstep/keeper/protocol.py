@@ -62,9 +62,10 @@ class LeaseAnswer(Message, frozen=True, kw_only=True):
 
 
 class Persist(Message, frozen=True, kw_only=True):
-    """Make this step durable as soon as it can be."""
+    """Make this step durable as soon as it can be: somehow, or as a base."""
 
     step: int
+    as_base: bool
 
 
 class StopAt(Message, frozen=True, kw_only=True):
@@ -100,6 +101,7 @@ class Release(Message, frozen=True, kw_only=True):
 
 class Durable(Message, frozen=True, kw_only=True):
     step: int
+    base: int  # the newest base on the disk; records lead from there to `step`
 
 
 class Trouble(Message, frozen=True, kw_only=True):

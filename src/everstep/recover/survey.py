@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES, ImageLayout
 from everstep.keeper.client import inherited
 from everstep.store.disk import DiskTier
-from everstep.store.log import LogRead, log_folder, log_name, read_log, scan, segments
+from everstep.store.log import LogRead, log_folder, log_name, rank_of, read_log, scan, segments
 from everstep.store.manifest import check_chunks, committed_steps, read_commit, read_data, read_part, read_record
 from everstep.topology import node_name
 from everstep.types import Attempt, Holding, ImageInfo, Piece, Records, Rejection, Survey
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ATTEMPTS = "attempt.json"
-_LOG_FILE = re.compile(r"log-\d{10}/rank-(\d{5})\.log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,9 @@ class RecordImage:
         }
 
     def extras(self) -> bytes:
-        return image.extras_in(self.bytes_at(self.layout.extras_offset, self.layout.extras_bytes))
+        begin = self.layout.extras_offset
+        (length,) = struct.unpack("<Q", self.bytes_at(begin, 8))
+        return bytes(self.bytes_at(begin + 8, length))
 
 
 class Sources:
@@ -139,11 +140,11 @@ class Sources:
     def _logged(self, rejections: list[Rejection]) -> Iterator[Records]:
         for start in segments(self.tier):
             for name in self.tier.names(log_folder(start)):
-                match = _LOG_FILE.fullmatch(name)
-                if match is None:
+                rank = rank_of(name)
+                if rank is None:
                     continue
                 try:
-                    log = scan(self.tier, start, int(match[1]), self.run)
+                    log = scan(self.tier, start, rank, self.run)
                 except (EverstepError, OSError) as error:
                     rejections.append(Rejection(step=start + 1, source="disk", reason=str(error)))
                     continue

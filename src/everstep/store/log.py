@@ -23,6 +23,7 @@ from everstep.store.tier import Tier
 from everstep.types import Frame, ImageInfo
 
 _FOLDER = re.compile(r"log-(\d{10})")
+_FILE = re.compile(r"log-\d{10}/rank-(\d{5})\.log")
 
 
 class _Place(msgspec.Struct):
@@ -35,6 +36,12 @@ def log_folder(start: int) -> str:
 
 def log_name(start: int, rank: int) -> str:
     return f"{log_folder(start)}/rank-{rank:05d}.log"
+
+
+def rank_of(name: str) -> int | None:
+    """Whose log a file is, if it is one."""
+    match = _FILE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def segments(tier: Tier) -> list[int]:
@@ -215,9 +222,10 @@ class LogWriter:
             self._tier.cut(self.name, self.end)
 
 
-def cut_after(tier: Tier, step: int | None, ranks: Collection[int], run: str) -> list[str]:
+def cut_after(tier: Tier, step: int | None, ranks: Collection[int], run: str, generation: str = "") -> list[str]:
     """Remove all records beyond a step (None: all records) from these ranks' files, and what ends their chains.
 
+    Those of `generation` stay: the life that goes on from this step wrote them, and may only have lost its keeper.
     Returns the names of the files that became shorter or went. The newest segments go first, so that whatever a crash
     leaves is a shorter chain, and never one with a gap.
     """
@@ -226,7 +234,7 @@ def cut_after(tier: Tier, step: int | None, ranks: Collection[int], run: str) ->
         there = set(tier.names(log_folder(start)))
         for rank in sorted(ranks):
             if log_name(start, rank) in there:
-                kept[start, rank] = 0 if step is None or start >= step else _good_until(tier, start, rank, run, step)
+                kept[start, rank] = _good_until(tier, start, rank, run, -1 if step is None else step, generation)
     touched = []
     for (start, rank), length in kept.items():
         name = log_name(start, rank)
@@ -242,12 +250,12 @@ def cut_after(tier: Tier, step: int | None, ranks: Collection[int], run: str) ->
     return touched
 
 
-def _good_until(tier: Tier, start: int, rank: int, run: str, step: int) -> int:
+def _good_until(tier: Tier, start: int, rank: int, run: str, step: int, generation: str) -> int:
     """Bytes of a file up to a step, or up to where its chain ends; 0 if no record is among them."""
     log = LogRead(tier, start, rank)
     try:
         _walk(log, tier, run, tier.size(log.name))
     except Bad:
         pass  # nobody can read beyond, so nothing there may come back either
-    kept = log.records[: step - start]
-    return kept[-1].end if kept else 0
+    kept = [one for one in log.records if one.frame.step <= step or one.frame.generation == generation]
+    return kept[-1].end if kept and len(kept) == kept[-1].frame.step - start else 0

@@ -1,0 +1,136 @@
+"""From the rings to the log: many records with one flush, and how far they lead.
+
+A rank's log on a medium is an unbroken run of records, over one or more segments. A gap in the ring (a step that
+could not be recorded) begins a new run, and only a base at or after it can be followed by it. Nothing here is asked of
+the trainer: a record stays in its ring until the logbook has said that it is on a medium.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from everstep import image
+from everstep.capture.arena import Arena, Seal
+from everstep.errors import Damaged, EverstepError, Mismatch
+from everstep.events import Logged, Sink
+from everstep.image import FORMAT
+from everstep.keeper.protocol import Hello
+from everstep.store.log import LogWriter, cut_after, log_folder, log_name, rank_of, scan, segments
+from everstep.store.retain import spent_segments
+from everstep.store.tier import Tier
+from everstep.types import Frame
+
+
+class _Book:
+    """One rank's log."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last  # the unbroken run: the step after which it begins, and its newest
+        self.writer: LogWriter | None = None
+
+
+class Logbook:
+    def __init__(self, tier: Tier, emit: Sink) -> None:
+        self._tier, self._emit = tier, emit
+        self._books: dict[int, _Book] = {}
+
+    def open(self, hello: Hello) -> None:
+        """A rank is there: what was passed over when it resumed goes, and its log is gone on with."""
+        cut_after(self._tier, hello.resumed_from, [hello.rank], hello.run, hello.generation)
+        first = last = -1
+        for start in self._starts(hello.rank):
+            try:
+                found = scan(self._tier, start, hello.rank, hello.run)
+            except EverstepError:
+                first = last = -1
+                continue
+            first, last = (first, found.last) if start == last else (start, found.last)
+        self._books[hello.rank] = _Book(first, last)
+
+    def overtake(self, hello: Hello) -> None:
+        """A life has begun that has fewer ranks: what those left that are no more goes as far as the rest of them."""
+        named = {name for start in segments(self._tier) for name in self._tier.names(log_folder(start))}
+        ranks = {rank for rank in map(rank_of, named) if rank is not None and rank >= hello.world}
+        cut_after(self._tier, hello.resumed_from, ranks, hello.run)
+        for rank in ranks & self._books.keys():
+            del self._books[rank]
+
+    def take(self, ring: Arena, hello: Hello) -> int:
+        """Write every record that is sealed and not yet written, with one flush for all; returns how many."""
+        book = self._books[hello.rank]
+        found = sorted((seal for seal in ring.seals().values() if seal.step > book.last), key=lambda seal: seal.step)
+        if not found:
+            return 0
+        if found[0].step != book.last + 1 or book.writer is None:
+            self._begin(book, ring, hello, found[0].step - 1)
+        assert book.writer is not None
+        following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]
+        book.writer.append([_framed(ring, seal, hello) for seal in following])
+        if book.last < 0 or book.writer.start == found[0].step - 1:
+            size = sum(seal.length for seal in following)
+            self._emit(Logged(rank=hello.rank, first=found[0].step, last=following[-1].step, bytes=size))
+        book.last = following[-1].step
+        ring.set_taken(book.last)
+        return len(following)
+
+    def _begin(self, book: _Book, ring: Arena, hello: Hello, start: int) -> None:
+        """A segment of its own: the first one, after a gap, after a base, or after a file that cannot be gone on with."""
+        header = bytes(ring.image(0)[: image.header_bytes(ring.image(0))])
+        if xxhash.xxh3_64_intdigest(header) != ring.layout_digest:
+            raise Damaged("the ring has lost its header", tier="memory", rank=ring.rank)
+        if start != book.last:
+            book.first = start
+        try:
+            book.writer = LogWriter(self._tier, start, hello.rank, hello.run, header)
+        except (Damaged, Mismatch):
+            self._tier.delete(log_name(start, hello.rank))  # nobody can read what is there, or it was overtaken
+            book.writer = LogWriter(self._tier, start, hello.rank, hello.run, header)
+
+    def rotate(self) -> None:
+        """A base is on the medium: what follows begins new segments, so that old ones can go."""
+        for book in self._books.values():
+            book.writer = None
+
+    def forget(self, oldest_base: int) -> None:
+        """Let go what no kept base needs."""
+        for rank in self._books:
+            for start in spent_segments(self._starts(rank), oldest_base):
+                self._tier.delete(log_name(start, rank))
+                if not self._tier.names(log_folder(start)):
+                    self._tier.delete_folder(log_folder(start))
+
+    def reach(self, base: int) -> int:
+        """The newest step that a base on the medium and the records of all ranks here lead to."""
+        if not self._books or any(not book.first <= base <= book.last for book in self._books.values()):
+            return base
+        return min(book.last for book in self._books.values())
+
+    def will_reach(self, step: int, base: int, rings: list[Arena]) -> bool:
+        """Whether records that are there, in rings or written, lead from a base on the medium to a step."""
+        for ring in rings:
+            book = self._books[ring.rank]
+            sealed = {seal.step for seal in ring.seals().values()}
+            if not book.first <= base <= book.last or any(s not in sealed for s in range(book.last + 1, step + 1)):
+                return False
+        return True
+
+    def is_behind(self, ring: Arena) -> bool:
+        book = self._books.get(ring.rank)
+        return book is not None and any(seal.step > book.last for seal in ring.seals().values())
+
+    def _starts(self, rank: int) -> list[int]:
+        return [s for s in segments(self._tier) if log_name(s, rank) in self._tier.names(log_folder(s))]
+
+
+def _framed(ring: Arena, seal: Seal, hello: Hello) -> tuple[Frame, list[memoryview]]:
+    slot = ring.slot_of(seal.step)
+    assert slot is not None
+    data = ring.image(slot)
+    header = bytes(data[: image.header_bytes(data)])
+    layout, _ = image.parse_cached(header, len(data), ring.place)
+    extras = layout.extras_offset + 8 + len(image.extras_of(layout, data))  # the rest of their room means nothing
+    frame = Frame(
+        format=FORMAT, run=hello.run, generation=seal.generation, step=seal.step, rank=ring.rank, world=ring.world,
+        cut_time=seal.cut_time, kind="record", layout=seal.layout_digest, ranges=((len(header), extras - len(header)),),
+    )  # fmt: skip
+    return frame, [data[len(header) : extras]]
