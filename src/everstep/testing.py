@@ -158,7 +158,7 @@ def _appends() -> list[list[memoryview]]:
     data = _blob(3 * CHUNK_BYTES)
     return [
         [data[:4096]],
-        [data[100:200], data[7 : 7 + 4096 - 100], data[: CHUNK_BYTES + 4096]],
+        [data[100:200], data[: CHUNK_BYTES + 4096], data[7 : 7 + 4096 - 100]],
         [data[1 : 1 + 2 * CHUNK_BYTES], data[:4096], data[:0], data[5:10], data[: 8192 - 5]],
         [data[:3], data[: CHUNK_BYTES + 1]],
         [data[:4096]],

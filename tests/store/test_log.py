@@ -20,7 +20,7 @@ from everstep.errors import Damaged, Mismatch, NewerFormat, NotEnoughSpace, Tier
 from everstep.image import BLOCK, Wanted, lay_out
 from everstep.store import frame as frames
 from everstep.store.disk import DiskTier
-from everstep.store.frame import Record
+from everstep.store.frame import Record, encode_frame
 from everstep.store.log import LogRead, LogWriter, cut_after, log_folder, log_name, read_log, scan, segments
 from everstep.types import Frame, ImageInfo
 
@@ -175,6 +175,17 @@ def test_a_tail_that_a_crash_left_as_zeros_or_old_bytes_is_torn_too(tmp_path: Pa
             assert found(log) == [101, 102] and log.torn, begin
 
 
+def test_a_layout_that_a_crash_tore_is_written_anew(tmp_path: Path) -> None:
+    tier = a_log(tmp_path, 2, 2)
+    whole = bytearray(tier.get(NAME))
+    whole[BLOCK : BLOCK + 512] = bytes(512)
+    change(tier, whole)
+    log = read_log(tier, START, RANK, RUN)
+    assert log.records == [] and log.torn
+    a_writer(tier).append([a_record(101)])
+    assert found(read_log(tier, START, RANK, RUN)) == [101]
+
+
 def test_a_hole_in_a_group_that_was_never_flushed_is_torn_and_one_in_a_flushed_group_is_damage(tmp_path: Path) -> None:
     for group, torn in ((4, True), (1, False)):
         tier = a_log(tmp_path / str(group), 4, group)
@@ -265,6 +276,33 @@ def test_a_damaged_layout_leaves_no_record(tmp_path: Path) -> None:
         assert log.records == [] and log.layout is None and log.end == 0 and not log.torn and log.problem
 
 
+def test_a_file_under_another_name_or_with_another_layout_than_it_says_has_no_record(tmp_path: Path) -> None:
+    tier = a_log(tmp_path)
+    tier.rename_folder(log_folder(START), log_folder(START - 1))
+    log = read_log(tier, START - 1, RANK, RUN)
+    assert log.records == [] and not log.torn and "a layout of step 100" in log.problem
+    other = lay_out([], msgspec.structs.replace(INFO, rank=0), 100)
+    strange = lay_out([], INFO, 100).header.replace(b'"U8"', b'"U9"')
+    for place, (header, digest, reason) in enumerate(
+        [
+            (other.header, other.digest, "not the one that its frame names"),
+            (LAYOUT.header, 5, "not the one that its frame names"),
+            (LAYOUT.header + bytes(8), LAYOUT.digest, "unreadable"),
+            (strange, xxhash.xxh3_64_intdigest(strange), "unreadable"),
+            (b"", 0, "unreadable"),
+        ]
+    ):
+        tier = DiskTier(tmp_path / str(place))
+        ranges = ((0, len(header)),) if header else ()
+        frame = a_frame(START, kind="layout", layout=digest, ranges=ranges)
+        tier.append(NAME, encode_frame(frame, [memoryview(header)]))
+        log = read_log(tier, START, RANK, RUN)
+        assert log.records == [] and log.layout is None and not log.torn and reason in log.problem
+    tier = DiskTier(tmp_path / "record")
+    tier.append(NAME, encode_frame(*a_record(START)))
+    assert "the first frame is a record" in read_log(tier, START, RANK, RUN).problem
+
+
 def test_swapped_frames_end_the_chain_where_they_were_swapped(tmp_path: Path) -> None:
     tier = a_log(tmp_path, 4)
     whole = bytes(tier.get(NAME))
@@ -332,8 +370,12 @@ def test_absurd_lengths_are_refused_and_nothing_is_allocated_for_them(tmp_path: 
             with_header(tier, b"", lengths)
         return
     lengths = (len(good), lengths[1]) if lengths[0] == 300 else lengths
+    end = tier.size(NAME)
     log = with_header(tier, good, lengths)
     assert found(log) == [101, 102, 103, 104] and log.problem
+    if lengths[0] > len(good):
+        with pytest.raises(frames.Bad, match="claims a header"):
+            frames.read_frame(tier, NAME, end, 2**64)  # nor in a file that has so many
 
 
 def test_a_payload_longer_than_the_file_is_torn_however_long_it_claims_to_be(tmp_path: Path) -> None:
@@ -374,6 +416,24 @@ def test_a_medium_that_cannot_be_read_ends_the_chain_there(tmp_path: Path, monke
     with pytest.raises(TierFailed):
         cut_after(tier, 103, [RANK], RUN)  # a disk that is away for a moment costs no record
     assert tier.size(NAME) == size
+
+
+def test_what_cannot_be_read_behind_a_torn_frame_is_not_left_by_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = a_log(tmp_path)
+    last = scan(tier, START, RANK, RUN).records[-1]
+    os.truncate(tier.root / NAME, last.end - BLOCK)
+    real = DiskTier.read
+
+    def read(self: DiskTier, name: str, offset: int, into: memoryview) -> int:
+        if offset > last.begin:
+            raise TierFailed(errno.EIO, "disk failed")
+        return real(self, name, offset, into)
+
+    monkeypatch.setattr(DiskTier, "read", read)
+    log = scan(tier, START, RANK, RUN)
+    assert log.last == 103 and not log.torn
 
 
 # -- a full disk

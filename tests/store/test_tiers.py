@@ -100,7 +100,7 @@ def test_an_append_to_a_full_disk_is_refused_before_a_byte_is_written(
     assert os.listdir(tmp_path) == []
 
 
-def test_the_name_of_a_growing_blob_is_made_durable_also_by_a_writer_that_did_not_make_it(tmp_path: Path) -> None:
+def test_appends_and_cuts_are_made_durable_and_so_is_the_name_by_whoever_did_not_make_it(tmp_path: Path) -> None:
     DiskTier(tmp_path).append("log/grows", [memoryview(b"one")])
     tier, done = DiskTier(tmp_path), []
     tier.before = done.append
@@ -109,6 +109,9 @@ def test_the_name_of_a_growing_blob_is_made_durable_also_by_a_writer_that_did_no
     done.clear()
     tier.append("log/grows", [memoryview(b"three")])
     assert done == ["append log/grows", "write log/grows at 6", "fsync log/grows"]
+    done.clear()
+    tier.cut("log/grows", 3)
+    assert done == ["cut log/grows", "fsync log/grows"]
     tier.delete("log/grows")
     done.clear()
     tier.append("log/grows", [memoryview(b"four")])

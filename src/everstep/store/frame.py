@@ -85,8 +85,6 @@ def read_frame(tier: Tier, name: str, begin: int, size: int) -> Record:
     if header_bytes > MAX_FRAME_HEADER_BYTES:
         raise Bad(f"a frame claims a header of {header_bytes} bytes", torn=True)
     head_bytes = _PROLOGUE_BYTES + header_bytes
-    if begin + head_bytes > size:
-        raise Bad("the file ends within a frame", torn=True)
     head = start if head_bytes <= len(start) else _read(tier, name, begin, head_bytes)
     header = head[_PROLOGUE_BYTES:head_bytes]
     (checksum,) = _SUM.unpack_from(head, _PROLOGUE.size)
