@@ -110,6 +110,7 @@ class Run:
         self.settings = chosen
         self.step = 0
         self.resumed_from: int | None = None
+        self._resumed_base: int | None = None
         self._state = state
         self._place = topology.here()
         self._feed = Feed(loader, self._place.rank, self._place.world) if loader is not None else None
@@ -139,7 +140,7 @@ class Run:
         self._capture = Capture(
             state.subjects, self._copier, topology=self._place, settings=chosen, run=self._run, generation=generation,
             emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
-            leased=set(self._keeper.leased),
+            resumed_base=self._resumed_base, leased=set(self._keeper.leased),
         )  # fmt: skip
         self._recorder = self._make_recorder(generation, rings) if chosen.strategy == "log" else None
         self._keeper.listen_with(
@@ -203,6 +204,7 @@ class Run:
         self._random = latest.extras["random"] if latest.own else None
         if self._random is not None:
             trees.set_random_state(self._random)
+        self._resumed_base = resumed.base
         return resumed.source
 
     def _is_finished(self, limits: list[int | None] | None) -> bool:

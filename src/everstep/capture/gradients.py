@@ -103,10 +103,10 @@ class Recorder:
             return "an optimizer stepped twice in one step"
         consumer = form.consumers[index]
         if _members(self._subjects.optimizers[index]) != consumer.members:
-            self._form = None
+            self._give_up_form()
             return "the optimizer has other parameters than before"
         if any(g is not None for g in map(_grad, consumer.others)):
-            self._form = None
+            self._give_up_form()
             return "a parameter has a gradient that had none before"
         if self._slot is None:
             self._slot = form.ring.taken_slot()
@@ -170,15 +170,15 @@ class Recorder:
         if form is None or slot is None or gap or not calls:
             return self._miss(step, gap or "no optimizer was seen to step")
         if sum(map(_version, form.loose)) != self._versions:
-            self._form = None
+            self._give_up_form()
             return self._miss(step, "the loop writes state that no optimizer has")
         if not form.listing.unchanged_at_cut() and not self._rebind(form):
-            self._form = None
+            self._give_up_form()
             return self._miss(step, "the state changed its shape")
         digested = step % _DIGEST_EVERY == 0
         payload = trees.encode({**tree, "calls": calls, "digested": digested}, "state")
         if len(payload) > form.layout.extras_bytes - 8:
-            self._form = None
+            self._give_up_form()
             return self._miss(step, "the extras have outgrown their room")
         for targets, sources in form.values[slot]:
             torch._foreach_copy_(targets, sources)
@@ -199,8 +199,9 @@ class Recorder:
     def _rebind(self, form: Form) -> bool:
         """Values were replaced by others: take those, if they have the same shape."""
         listing = self._subjects.listing()
-        fresh = {entry.name: entry for entry in listing.entries}
-        if any(not _fits(fresh.get(s.entry.name), s.entry) for s in form.in_cut):
+        fresh = {entry.name: entry for entry in listing.entries if entry.at_cut}
+        known = {entry.name: entry for entry in form.listing.entries if entry.at_cut}
+        if fresh.keys() != known.keys() or any(not _fits(fresh[name], known[name]) for name in known):
             return False
         form.listing = listing
         form.in_cut = [Share(fresh[s.entry.name], s.first, s.rows) for s in form.in_cut]
@@ -269,8 +270,20 @@ class Recorder:
         left, self._left = self._left, []
         return left
 
+    def _give_up_form(self) -> None:
+        """The next base brings another one; what is in the ring is held until that base is safe."""
+        form, self._form, self._slot = self._form, None, None
+        if form is not None:
+            self._copier.wait()
+            if form.lanes:
+                unpin(form.flats)
+            self._left.append(form.ring)
+
     def _make_ring(self, layout: ImageLayout, base_bytes: int) -> Arena:
-        """Take over the ring of an earlier life if it fits, else make one of about a base's size, if that is enough."""
+        """Take over a ring that is there and fits, else make one of about a base's size, if that is enough."""
+        for ring in self._left:
+            if ring.rank == self._topology.rank:
+                self._attach(ring)  # so that the keeper writes what is in it before it looks at the new one
         for ring in self._left:
             if (ring.layout_digest, ring.slot_bytes) == (layout.digest, layout.total_bytes):
                 self._left.remove(ring)
@@ -307,9 +320,9 @@ def _scalar(optimizer: Any, name: str) -> Tensor | None:
     return found
 
 
-def _fits(found: Entry | None, wanted: Entry) -> bool:
-    a, b = (found.tensor if found is not None else None), wanted.tensor
-    return a is not None and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+def _fits(found: Entry, wanted: Entry) -> bool:
+    a, b = found.tensor, wanted.tensor
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def _now(value: Any) -> Any:

@@ -211,6 +211,8 @@ class Subjects:
             value = getattr(self.scaler, key, None)
             if isinstance(value, Tensor):
                 add(f"scaler.{key}", value, vars(self.scaler), key, gate=None, at_cut=True, common=False)
+            elif hasattr(self.scaler, key):
+                at_cut.plain(vars(self.scaler), key)  # a GradScaler makes its tensors when it is first used
         _check_unique(entries.values())
         return Listing(list(entries.values()), aliases, tuple(on_host), watch.unchanged, at_cut.unchanged)
 

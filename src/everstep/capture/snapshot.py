@@ -62,6 +62,7 @@ class Capture:
         attach: Callable[[Arena], None],
         left: list[Arena],
         resumed_from: int | None,
+        resumed_base: int | None,
         leased: set[int],
     ) -> None:
         self._subjects, self._topology, self._settings = subjects, topology, settings
@@ -81,7 +82,7 @@ class Capture:
         self._versions: int | None = None
         self._cuts = 0
         self._fence_in_cut = False
-        self.sealed_step: int | None = resumed_from
+        self.sealed_step: int | None = resumed_base  # or made by an earlier life
         self.pending_step: int | None = None  # cut, and neither sealed nor skipped yet
         self.stall_s = 0.0
         self._handles = [
@@ -94,7 +95,7 @@ class Capture:
         ]
         for arena in left:
             arena.unseal_after(resumed_from)
-            if resumed_from is not None and arena.slot_of(resumed_from) is not None:
+            if resumed_base is not None and arena.slot_of(resumed_base) is not None:
                 self._use(arena)  # so that the keeper can save what was restored from memory
 
     # -- hooks on the optimizers

@@ -198,10 +198,14 @@ class Keeper:
         return Durable(step=self.durable_step, base=self._durable_base)
 
     def _take_in(self, session: Session, ring: Arena) -> None:
+        """A ring follows another: what is left in that one goes to the disk first."""
         with self._writing_log:
             before, session.ring = session.ring, ring
-        if before is not None:
-            before.close()
+            if before is not None:
+                try:
+                    self._logbook.take(before, session.hello)
+                finally:
+                    before.close()
 
     def _welcome(self, channel: Channel, hello: Hello) -> None:
         with self._lock:

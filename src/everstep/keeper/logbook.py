@@ -61,7 +61,8 @@ class Logbook:
         found = sorted((seal for seal in ring.seals().values() if seal.step > book.last), key=lambda seal: seal.step)
         if not found:
             return 0
-        if found[0].step != book.last + 1 or book.writer is None:
+        follows = book.writer is not None and book.writer.layout == ring.layout_digest
+        if found[0].step != book.last + 1 or not follows:
             self._begin(book, ring, hello, found[0].step - 1)
         assert book.writer is not None
         following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]

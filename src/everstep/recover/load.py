@@ -70,7 +70,9 @@ def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = N
         found, report = _fetch(sources, plan, topology.rank)
         answered = exchange(msgspec.msgpack.encode(report), topology)
         reports = [msgspec.msgpack.decode(answer, type=_Report) for answer in answered]
-        bad: list[tuple[Holding | Records, str]] = [pair for one in reports for pair in (*one.bad, *one.bad_records)]
+        bad: list[tuple[Holding | Records, str]] = []
+        for one in reports:
+            bad += [*one.bad, *one.bad_records]
         if not bad and found is not None:
             return found
         had_past = True

@@ -232,7 +232,14 @@ class _Slabs:
     def _rows_of(self, rank: int) -> dict[int, Share]:
         """Which rows of which parameters a rank replays for all."""
         entries = [
-            Entry(name=self._names[id(p)], tensor=p, gate=self._index, at_cut=False, common=True)
+            Entry(
+                name=self._names[id(p)],
+                tensor=p,
+                gate=self._index,
+                at_cut=False,
+                common=True,
+                family=self._names[id(p)],
+            )
             for p in _parameters(self._optimizer)
             if self._splits(p)
         ]

@@ -24,6 +24,7 @@ from everstep.topology import Topology
 @dataclass(frozen=True, slots=True)
 class Resumed:
     latest: Checkpoint
+    base: int  # the step from which records led to it
     source: str  # for people
 
 
@@ -42,7 +43,7 @@ def resume(
     if place.rank == 0:
         clear_attempt(sources, emit)
     kinds = {part.source for part in found.plan.parts} | {one.source for one in found.plan.records}
-    return Resumed(found.latest, " and ".join(sorted(kinds, reverse=True)))
+    return Resumed(found.latest, found.base.step, " and ".join(sorted(kinds, reverse=True)))
 
 
 def _try(

@@ -176,7 +176,7 @@ class LogWriter:
 
     def __init__(self, tier: Tier, start: int, rank: int, run: str, header: bytes) -> None:
         self._tier, self._run, self._header, self._rank = tier, run, header, rank
-        self._layout = int(xxhash.xxh3_64_intdigest(header))
+        self.layout = int(xxhash.xxh3_64_intdigest(header))
         self.name, self.start = log_name(start, rank), start
         self.last, self.end = start, 0  # the newest step in the file, and the bytes up to there
         try:
@@ -193,7 +193,7 @@ class LogWriter:
     def append(self, records: Sequence[tuple[Frame, Sequence[memoryview]]]) -> None:
         """Make records of the next steps durable, with one flush for all. After an error they may be tried again."""
         for step, (frame, _) in enumerate(records, self.last + 1):
-            mine = (FORMAT, self._run, self._rank, "record", step, self._layout)
+            mine = (FORMAT, self._run, self._rank, "record", step, self.layout)
             if (frame.format, frame.run, frame.rank, frame.kind, frame.step, frame.layout) != mine:
                 raise ValueError(f"not the record of step {step} in {self.name}: {frame}")
         if not records:
