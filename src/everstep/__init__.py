@@ -6,6 +6,7 @@ archive.py      open(), Archive: the door for people and tools who read
 types errors events config image topology
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena shape snapshot extras position
+capture/        and smaller, if training wants it so    compressor powersgd compress
 store/          onto a medium, all or nothing           tier disk memory manifest retain claim
 keeper/         out of the trainer's way                protocol flush scavenge keeper process client
 # the road home: a byte returns
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used, so that reading commands never pay for torch."""
+    if name == "compress":
+        return import_module("everstep.capture.compress")
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'everstep' has no attribute {name!r}")
