@@ -143,6 +143,18 @@ def test_of_equals_the_lowest_index_stays_and_the_sender_takes_the_other_back() 
     ranks(2, settle_ties)
 
 
+def cancel_out() -> None:
+    flat = torch.zeros(8)
+    flat[3], flat[7] = 1.0, 0.5 if dist.get_rank() == 0 else -0.5
+    packed = TopK(0.25).reduce(flat, "0", dist.group.WORLD)
+    assert packed["indices"].tolist() == [3, 7]
+    assert packed["values"].tolist() == [1.0, 0.0]
+
+
+def test_an_index_is_kept_once_however_many_ranks_sent_it() -> None:
+    ranks(2, cancel_out)
+
+
 def meet_bad_numbers(kind: str, bad: float) -> None:
     compressor, _ = prepared(kind)
     rank = dist.get_rank()

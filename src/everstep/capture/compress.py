@@ -122,7 +122,8 @@ class Int8(Compressor):
 
 
 def _quantise(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    scales = torch.linalg.vector_norm(blocks, float("inf"), dim=-1, keepdim=True) / 127
+    low, high = torch.aminmax(blocks, dim=-1, keepdim=True)
+    scales = torch.maximum(high, -low) / 127
     values = (blocks / scales).nan_to_num_(nan=0.0).round_().clamp_(-127, 127)
     return values.to(torch.int8), scales
 
