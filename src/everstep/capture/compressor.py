@@ -29,7 +29,7 @@ from everstep.errors import BadConfig, Mismatch
 Owner = int | str  # of a residual: the id of a parameter, or the key of a buffer whose parameters nobody told
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]
 
-_RESIDUAL, _BUCKETS = "residual.", "buckets"
+_RESIDUAL, _BUCKETS, _PASSES = "residual.", "buckets", "passes"
 
 
 class Compressor(ABC):
@@ -37,7 +37,8 @@ class Compressor(ABC):
 
     def __init__(self) -> None:
         self.packed: dict[str, tuple[list[Tensor], dict[str, Tensor]]] = {}
-        self.resumed: dict[str, list[int]] = {}  # the buckets of the life before, as ids of their parameters
+        self.passes = 0  # backward passes of the run that DDP has reduced
+        self.settled: dict[str, list[int]] = {}  # the buckets to reduce by, as ids of parameters, once DDP has them
         self._names: dict[int, str] = {}
         self._parameters: dict[str, list[Tensor]] = {}
         self._holder: dict[int, str] = {}  # which buffer holds a parameter's residual
@@ -120,29 +121,27 @@ class Compressor(ABC):
     def state(self) -> dict[str, Tensor]:
         """What this rank must not lose, by stable names; residuals are views of the live ones."""
         held: dict[Owner, Tensor] = dict(self._loose)
-        where: dict[Owner, tuple[int, int]] = {}
         for key, residual in self._residuals.items():
             parameters = self._parameters.get(key)
             if parameters is None:
                 held[key] = residual
-                continue
-            held.update(zip(map(id, parameters), _cut(residual, parameters), strict=True))
-            if key.isdecimal():
-                where.update((id(parameter), (int(key), i)) for i, parameter in enumerate(parameters))
+            else:
+                held.update(zip(map(id, parameters), _cut(residual, parameters), strict=True))
         found = {self._name(owner): owner for owner in held}
-        if not found:
-            return {}
+        where: dict[Owner, tuple[int, int]] = {
+            owner: (int(key), i) for key, owners in self.settled.items() for i, owner in enumerate(owners)
+        }
         buckets = torch.tensor([where.get(found[name], (-1, 0)) for name in sorted(found)], dtype=torch.int64)
-        return {_RESIDUAL + name: held[owner] for name, owner in found.items()} | {_BUCKETS: buckets}
+        residuals = {_RESIDUAL + name: held[owner] for name, owner in found.items()}
+        return residuals | {_BUCKETS: buckets.view(-1, 2), _PASSES: torch.tensor(self.passes)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take the place of the compressor that gave this state; bind() comes first."""
         owners = {name: owner for owner, name in self._names.items()}
         held = {name.removeprefix(_RESIDUAL): t for name, t in state.items() if name.startswith(_RESIDUAL)}
-        self._parameters, self._holder, self._residuals, self.resumed = {}, {}, {}, {}
+        self._parameters, self._holder, self._residuals, self.settled = {}, {}, {}, {}
         self._loose = {owners.get(name, name): residual.clone().flatten() for name, residual in held.items()}
-        if not held:
-            return
+        self.passes = int(state[_PASSES])
         rows = state[_BUCKETS].tolist()
         if len(rows) != len(held):
             raise Mismatch(f"the compressor's state has {len(held)} residuals and places for {len(rows)}")
@@ -150,7 +149,7 @@ class Compressor(ABC):
             if bucket >= 0 and name not in owners:
                 raise Mismatch(f"the compressor's state has a residual for {name}, which is no parameter here")
             if bucket >= 0:
-                self.resumed.setdefault(str(bucket), []).append(owners[name])
+                self.settled.setdefault(str(bucket), []).append(owners[name])
 
     def _name(self, owner: Owner) -> str:
         if isinstance(owner, str):
@@ -192,59 +191,72 @@ def _cut(flat: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def communication_hook(compressor: Compressor, group: ProcessGroup | None = None) -> Hook:
     """For `ddp.register_comm_hook(None, communication_hook(compressor, group))`; no group means all ranks.
 
-    What a compressor makes of a gradient depends on the buckets, and DDP finds its final buckets only after the first
-    backward pass of a process. A resumed run therefore goes on with the buckets it had: as long as DDP's own differ,
-    their gradients are held back until all are there, and reduced as before.
+    What a compressor makes of a gradient depends on the buckets, and DDP finds its final ones only after the first
+    backward pass of each process. So that a resumed run ends with the same bits, the first two passes of a run go by
+    DDP's first buckets, and all others by its final ones, known from the second pass on. Where DDP's own differ, they
+    are held back until all are there.
     """
-    group = group or dist.group.WORLD
-    back: list[tuple[Tensor, list[Tensor], torch.futures.Future[Tensor]]] = []
-    done: set[str] = set()
+    tap = _Tap(compressor, group or dist.group.WORLD)
 
     def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        flat, parameters, key = bucket.buffer(), bucket.parameters(), str(bucket.index())
-        answer: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
-        before = compressor.resumed
-        if not before or before.get(key) == [id(parameter) for parameter in parameters]:
-            _reduce(compressor, flat, key, parameters, group)
-            answer.set_result(flat)
-            done.add(key)
-        else:
-            back.append((flat, parameters, answer))
-        if bucket.is_last():
-            _regroup(compressor, back, {key: ids for key, ids in before.items() if key not in done}, group)
-            back.clear()
-            done.clear()
-        return answer
+        return tap.take(bucket)
 
     hook.__annotations__ = {"bucket": dist.GradBucket}  # DDP compares it, and not as a string
     return hook
 
 
-def _reduce(
-    compressor: Compressor, flat: Tensor, key: str, parameters: list[Tensor], group: ProcessGroup | None
-) -> None:
-    compressor.lay_out(key, parameters)
-    compressor.packed[key] = (parameters, compressor.reduce(flat, key, group))
+class _Tap:
+    """Where DDP's buckets arrive, one after the other, in every backward pass of one process."""
 
+    def __init__(self, compressor: Compressor, group: ProcessGroup | None) -> None:
+        self._compressor, self._group = compressor, group
+        self._first: dict[str, list[int]] = {}  # the buckets of this process's first pass
+        self._seen: dict[str, list[int]] = {}  # those of this pass
+        self._held: list[tuple[Tensor, list[Tensor], torch.futures.Future[Tensor]]] = []
 
-def _regroup(
-    compressor: Compressor,
-    held: Sequence[tuple[Tensor, list[Tensor], torch.futures.Future[Tensor]]],
-    before: Mapping[str, list[int]],
-    group: ProcessGroup | None,
-) -> None:
-    """Reduce the buckets that were held back as the buckets that were there before."""
-    gradients = {
-        id(parameter): (parameter, piece)
-        for flat, parameters, _ in held
-        for parameter, piece in zip(parameters, _cut(flat, parameters), strict=True)
-    }
-    if gradients.keys() != {owner for ids in before.values() for owner in ids} and held:
-        raise Mismatch("DDP reduces other parameters than the run that is resumed; is the same part of it frozen?")
-    for key, ids in before.items() if held else ():
-        pieces = [gradients[owner][1] for owner in ids]
-        flat = torch.cat(pieces)
-        _reduce(compressor, flat, key, [gradients[owner][0] for owner in ids], group)
-        torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
-    for flat, _, answer in held:
-        answer.set_result(flat)
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        flat, parameters, key = bucket.buffer(), bucket.parameters(), str(bucket.index())
+        answer: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+        wanted = self._first if self._compressor.passes < 2 else self._compressor.settled
+        self._seen[key] = [id(parameter) for parameter in parameters]
+        if not wanted or wanted.get(key) == self._seen[key]:
+            self._reduce(flat, key, parameters)
+            answer.set_result(flat)
+        else:
+            self._held.append((flat, parameters, answer))
+        if bucket.is_last():
+            if self._held:
+                self._regroup(wanted)
+            self._end_pass()
+        return answer
+
+    def _reduce(self, flat: Tensor, key: str, parameters: list[Tensor]) -> None:
+        self._compressor.lay_out(key, parameters)
+        self._compressor.packed[key] = (parameters, self._compressor.reduce(flat, key, self._group))
+
+    def _regroup(self, wanted: Mapping[str, list[int]]) -> None:
+        """Reduce the buckets that were held back as the buckets that were wanted."""
+        missing = {key: ids for key, ids in wanted.items() if self._seen.get(key) != ids}
+        gradients = {
+            id(parameter): (parameter, piece)
+            for flat, parameters, _ in self._held
+            for parameter, piece in zip(parameters, _cut(flat, parameters), strict=True)
+        }
+        if gradients.keys() != {owner for ids in missing.values() for owner in ids}:
+            raise Mismatch("DDP reduces other parameters than the run that is resumed; is the same part of it frozen?")
+        for key, ids in missing.items():
+            pieces = [gradients[owner][1] for owner in ids]
+            flat = torch.cat(pieces)
+            self._reduce(flat, key, [gradients[owner][0] for owner in ids])
+            torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
+        for flat, _, answer in self._held:
+            answer.set_result(flat)
+        self._held.clear()
+
+    def _end_pass(self) -> None:
+        if not self._first:
+            self._first = self._seen
+        elif not self._compressor.settled:
+            self._compressor.settled = self._seen
+        self._seen = {}
+        self._compressor.passes += 1
