@@ -33,12 +33,12 @@ without_group = pytest.mark.parametrize("kind", ["topk", "int8", "bf16"])
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
 
 
-def ranks(world: int, play: Callable[..., None], *words: Any) -> None:
+def ranks(world: int, play: Callable[..., None], *words: Any, start: str = "fork") -> None:
     """Let `play(*words)` run in that many processes; an assertion that fails in one of them fails here."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(_rank, args=(world, port, play, words), nprocs=world, start_method="fork")
+    mp.start_processes(_rank, args=(world, port, play, words), nprocs=world, start_method=start)
 
 
 def _rank(rank: int, world: int, port: int, play: Callable[..., None], words: tuple[Any, ...]) -> None:
@@ -48,8 +48,9 @@ def _rank(rank: int, world: int, port: int, play: Callable[..., None], words: tu
 
 
 def everyone(tensor: Tensor) -> Tensor:
+    tensor = tensor.cpu().contiguous()
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor.contiguous())
+    dist.all_gather(gathered, tensor)
     return torch.stack(gathered)
 
 
@@ -80,18 +81,18 @@ def residual(compressor: Compressor) -> Tensor:
 # -- over ranks
 
 
-def agree_and_lose_nothing(kind: str, dtype: torch.dtype) -> None:
+def agree_and_lose_nothing(kind: str, dtype: torch.dtype, device: str = "cpu") -> None:
     compressor, _ = prepared(kind)
     rank, world = dist.get_rank(), dist.get_world_size()
     given, applied = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
     for step in range(6):
-        flat = gradient(step, rank).to(dtype)
-        given += flat
+        flat = gradient(step, rank).to(device, dtype)
+        given += flat.cpu()
         packed = compressor.reduce(flat, "0", dist.group.WORLD)
         again = torch.full_like(flat, 7.0)
         compressor.unpack(packed, again)
         assert bits(again) == bits(flat), "the packed form gives other bits"
-        applied += flat
+        applied += flat.cpu()
         for tensor in (flat, *packed.values()):
             assert len({bits(other) for other in everyone(tensor)}) == 1, "ranks disagree"
     whole, kept = everyone(given).sum(0), everyone(residual(compressor).double()).sum(0)
@@ -238,8 +239,9 @@ class Crossed(nn.Module):
 class Job:
     """One life of a training that compresses."""
 
-    def __init__(self, kind: str | None) -> None:
-        self.model = Crossed()
+    def __init__(self, kind: str | None, device: str = "cpu") -> None:
+        self.device = device
+        self.model = Crossed().to(device)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.003)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.buckets: list[dict[str, list[str]]] = []
@@ -252,7 +254,7 @@ class Job:
     def train(self, steps: range) -> float:
         for step in steps:
             made = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            x = torch.randn(64, 8, generator=made)
+            x = torch.randn(64, 8, generator=made).to(self.device)
             loss = nn.functional.mse_loss(self.ddp(x), x[:, :3].sum(1, keepdim=True).tanh() + x[:, 3:4].abs())
             if self.compressor:
                 self.compressor.begin_step()
@@ -266,7 +268,7 @@ class Job:
         if not self.compressor:
             return
         for parameters, packed in self.compressor.packed.values():
-            flat = torch.empty(sum(parameter.numel() for parameter in parameters))
+            flat = torch.empty(sum(parameter.numel() for parameter in parameters), device=self.device)
             self.compressor.unpack(packed, flat)
             assert bits(flat) == bits(torch.cat([parameter.grad.flatten() for parameter in parameters]))
         self.buckets.append(
@@ -300,12 +302,12 @@ def test_training_with_compressed_gradients_converges_about_as_well(kind: str) -
     ranks(2, converge, kind)
 
 
-def die_and_resume(kind: str, after: int) -> None:
-    whole = Job(kind)
+def die_and_resume(kind: str, after: int, device: str = "cpu") -> None:
+    whole = Job(kind, device)
     whole.train(range(after))
     saved = whole.state()
     whole.train(range(after, 6))
-    resumed = Job(kind)
+    resumed = Job(kind, device)
     resumed.load(saved)
     resumed.train(range(after, 6))
     assert whole.buckets[0] == whole.buckets[1] != whole.buckets[2] == whole.buckets[5], "DDP keeps its first buckets"
@@ -321,6 +323,18 @@ def die_and_resume(kind: str, after: int) -> None:
 @every_compressor
 def test_a_resumed_run_goes_on_with_the_buckets_it_had_and_the_same_bits(kind: str, after: int) -> None:
     ranks(2, die_and_resume, kind, after)
+
+
+def all_of_it_on(device: str) -> None:
+    for kind in MAKERS:
+        agree_and_lose_nothing(kind, torch.float32, device)
+        die_and_resume(kind, 2, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_two_ranks_that_share_a_device_agree_and_resume_there() -> None:
+    ranks(2, all_of_it_on, "cuda", start="spawn")
 
 
 def load_into_another_model() -> None:
