@@ -5,9 +5,10 @@ archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
 types errors events config image topology
 # the road out: a byte leaves the model
-capture/        off the device, without stopping it     layout arena copier shape snapshot digest form gradients extras position
+capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
+capture/        and what the optimizers consumed        digest update form gradients compressor compress powersgd
 store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
-keeper/         out of the trainer's way                protocol flush scavenge keeper process client
+keeper/         out of the trainer's way                protocol flush logbook scavenge keeper process client
 # the road home: a byte returns
 recover/        back to the same step on every rank     survey plan assemble chain state load replay resume export
 # beside the road
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used, so that reading commands never pay for torch."""
+    if name == "compress":
+        return import_module("everstep.capture.compress")
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'everstep' has no attribute {name!r}")

@@ -97,8 +97,9 @@ class Logbook:
         for rank in self._books:
             for start in spent_segments(self._starts(rank), oldest_base):
                 self._tier.delete(log_name(start, rank))
-                if not self._tier.names(log_folder(start)):
-                    self._tier.delete_folder(log_folder(start))
+        for start in segments(self._tier)[:-1]:
+            if not self._tier.names(log_folder(start)):
+                self._tier.delete_folder(log_folder(start))
 
     def reach(self, base: int) -> int:
         """The newest step that a base on the medium and the records of all ranks here lead to."""
