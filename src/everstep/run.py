@@ -274,6 +274,8 @@ class Run:
         if self._recorder is None:
             self._capture.cut(self.step, trees.encode(tree, "state"))
             return
+        if (self._capture.sealed_step or -1) < self._recorder.whole_since:
+            self._capture.wait_sealed()  # records that follow a base are worth nothing before it is sealed
         if self._recorder.recorded_step != self.step:
             self._recorder.cut(self.step, tree)
         if base or self._capture.base_step < self._recorder.whole_since or self._is_base_due():

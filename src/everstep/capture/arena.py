@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import shutil
 import struct
 import tempfile
@@ -120,7 +121,8 @@ class Arena:
         names = ["control", *(f"slot-{i}.safetensors" for i in range(slots))]
         folder = None
         if root is not None:
-            folder = root / run / f"rank-{rank:05d}-{kind}-{layout.digest:016x}"
+            name = f"{layout.digest:016x}" if kind == "base" else secrets.token_hex(8)  # rings follow each other
+            folder = root / run / f"rank-{rank:05d}-{kind}-{name}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, mode=0o700)
         opened: list[int] = []
