@@ -1,0 +1,210 @@
+"""One optimizer step as a function: from parameters, their state, gradients and group values to new parameters and state.
+
+`Call` is what one optimizer.step() consumed beside gradients, `Consumed` all that one step of training did. A `Double`
+repeats calls: it is the user's optimizer over other tensors (clones, rows, whole parameters), without hooks, schedulers
+and the gradients of the real one. `why_not` and `is_elementwise` say for which optimizers that can be, and how.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from everstep.errors import EverstepError
+from everstep.types import OptimizerInfo
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.NAdam,
+    optim.RAdam, optim.Adamax, optim.ASGD,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One optimizer.step()."""
+
+    optimizer: int
+    groups: list[dict[str, Any]]  # what each group held, without "params"; tensors where the group holds tensors
+    absent: frozenset[str]  # full names of parameters without a gradient
+    scale: Tensor | None = None  # set by GradScaler on optimizers that unscale themselves (fused)
+    found_inf: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Consumed:
+    """What one step consumed."""
+
+    step: int
+    calls: list[Call]  # in the order in which they were made; each optimizer at most once
+    gradient: Callable[[str, int, int], Tensor]  # (parameter, first row, rows) -> host memory, only to be read
+    digest: tuple[int, int] | None = None  # of the state after it: common over all ranks, private of this one
+
+
+def why_not(optimizer: optim.Optimizer) -> str:
+    """Why steps of this optimizer cannot be repeated from what they consumed; empty if that can be tried."""
+    name = type(optimizer).__qualname__
+    if isinstance(optimizer, optim.LBFGS):
+        return f"{name} calls the model several times in one step"
+    if isinstance(optimizer, optim.SparseAdam):
+        return f"{name} takes sparse gradients"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len(set(map(id, parameters))) < len(parameters):
+        return f"{name} has a parameter twice"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable, so that its steps are part of a graph"
+    if any(parameter.grad is not None and parameter.grad.layout is not torch.strided for parameter in parameters):
+        return f"{name} has sparse gradients"
+    return ""
+
+
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether every element is updated by itself, so that rows can be taken apart and have the bits of the whole.
+
+    Classes that are not torch's own say so by an attribute, `everstep_elementwise = True`.
+    """
+    if type(optimizer) is optim.SGD and any(_has_uneven_tails(group) for group in optimizer.param_groups):
+        return False
+    return type(optimizer) in ELEMENTWISE or "everstep_elementwise" in vars(type(optimizer))
+
+
+def _has_uneven_tails(group: Mapping[str, Any]) -> bool:
+    """Fused SGD on the host rounds momentum otherwise in the last elements, those that fill no vector."""
+    return bool(group["fused"] and group["momentum"]) and any(p.device.type == "cpu" for p in group["params"])
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One parameter of a double."""
+
+    group: int
+    parameter: nn.Parameter
+    state: dict[str, Any]
+
+
+class Double:
+    """An optimizer over other tensors: the class and attributes of the real one, none of its hooks."""
+
+    def __init__(self, optimizer: optim.Optimizer, members: Sequence[Member], shared: dict[Any, Any]) -> None:
+        self.members = members
+        self._real = optimizer
+        self._shared = shared  # state that belongs to no parameter
+        self._double = object.__new__(type(optimizer))  # copy.copy would forget the attributes
+        hooks = {key: OrderedDict() for key in vars(optimizer) if key.startswith("_optimizer_") and "hooks" in key}
+        vars(self._double).update({**vars(optimizer), **hooks})
+        vars(self._double).pop("step", None)  # a scheduler's
+        self._double.state = defaultdict(dict, shared)
+        self._groups = sorted({member.group for member in members})
+        self._double.param_groups = [
+            {**optimizer.param_groups[g], "params": [m.parameter for m in members if m.group == g]}
+            for g in self._groups
+        ]
+        for member in members:
+            if member.state:
+                self._double.state[member.parameter] = member.state
+
+    @torch.no_grad()
+    def step(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
+        """What optimizer.step() did when it was called so. Gradients are the double's own: it may write them."""
+        device = self.members[0].parameter.device if self.members else torch.device("cpu")
+        for key, value in (("grad_scale", call.scale), ("found_inf", call.found_inf)):
+            vars(self._double).pop(key, None)
+            if value is not None:
+                setattr(self._double, key, value.to(device, copy=True))
+        for g, group in zip(self._groups, self._double.param_groups, strict=True):
+            real = self._real.param_groups[g]
+            group.update({key: _like_real(value, real.get(key)) for key, value in call.groups[g].items()})
+        for member, gradient in zip(self.members, gradients, strict=True):
+            member.parameter.grad = gradient
+        with _without_global_hooks():
+            type(self._double).step(self._double)
+        for member in self.members:
+            member.parameter.grad = None
+            member.state = self._double.state.get(member.parameter, member.state)
+        self._shared.update({key: value for key, value in self._double.state.items() if not isinstance(key, Tensor)})
+
+
+def _like_real(value: Any, real: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(real.device if isinstance(real, Tensor) else value.device, copy=True)
+    return value
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    hooks: tuple[Any, Any] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    kept = [dict(some) for some in hooks]
+    for some in hooks:
+        some.clear()
+    try:
+        yield
+    finally:
+        for some, before in zip(hooks, kept, strict=True):
+            some.update(before)
+
+
+def double_of(parameter: Tensor, data: Tensor) -> nn.Parameter:
+    """A parameter over other memory, with the attributes that optimizers look at."""
+    double = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    vars(double).update(vars(parameter))
+    return double
+
+
+def rows_of(tensor: Tensor, first: int, rows: int) -> Tensor:
+    """A view of some rows; of all of a tensor without dimensions."""
+    return tensor.detach().narrow(0, first, rows) if tensor.dim() else tensor.detach()
+
+
+def has_rows(value: Any, parameter: Tensor) -> bool:
+    """Whether this state goes with the parameter's rows, rather than with the parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def state_rows(state: Mapping[str, Any], parameter: Tensor, first: int, rows: int) -> dict[str, Any]:
+    """The state of some rows: views of what has rows, a copy of what has none, since every part advances it itself."""
+    return {
+        key: rows_of(value, first, rows)
+        if has_rows(value, parameter)
+        else value.detach().clone()
+        if isinstance(value, Tensor)
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+
+
+def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient in memory of its own, on the device and in the memory format that backward gives it."""
+    own = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False)
+    return own.copy_(gradient.view(own.shape), non_blocking=True)
+
+
+def rebuild(
+    info: OptimizerInfo,
+    tensors: Mapping[str, nn.Parameter],
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[str, Mapping[str, Any]],
+) -> optim.Optimizer:
+    """An optimizer of torch without the program that had it: over these parameters, with these group values and state."""
+    module, _, name = info.type.rpartition(".")
+    kind = getattr(optim, name, None) if module.split(".")[:2] == ["torch", "optim"] else None
+    if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer):
+        raise EverstepError(
+            f"{info.type} is not one of torch.optim, so its steps can only be repeated by the program that has it. "
+            "Start that program to restore this step, or choose a step that has a base."
+        )
+    rebuilt: optim.Optimizer = kind([{"params": [tensors[name] for name in group]} for group in info.groups])
+    for group, saved, names in zip(rebuilt.param_groups, groups, info.groups, strict=True):
+        group.update(saved)
+        for name in names:
+            if state.get(name):
+                rebuilt.state[tensors[name]] = dict(state[name])
+            else:
+                rebuilt.state.pop(tensors[name], None)
+    return rebuilt
