@@ -4,6 +4,7 @@
     ├── NothingToRestore               exit 3   also FileNotFoundError
     ├── Damaged                        exit 4   also ValueError: bytes that fail their check
     │   └── NewerFormat                exit 4   written by a later Everstep
+    ├── Diverged                       exit 4   also ValueError: replayed steps that give another state
     ├── Mismatch                       exit 5   also ValueError: the checkpoint and the program differ
     ├── Unstorable                     exit 5   also TypeError: state that no format of ours can hold
     ├── RunHeld                        exit 6   also RuntimeError: another process holds this run
@@ -55,6 +56,18 @@ class Damaged(EverstepError, ValueError):
 
 class NewerFormat(Damaged):
     pass
+
+
+class Diverged(EverstepError, ValueError):
+    exit_code = 4
+
+    def __init__(self, step: int, proven: int | None) -> None:
+        self.step, self.proven = step, proven
+        known = "no step" if proven is None else f"step {proven}"
+        super().__init__(
+            f"replayed to step {step}, the state is not what it was in training; {known} after the base was proven. "
+            "Is this the same kind of machine, with the same versions?"
+        )
 
 
 class Mismatch(EverstepError, ValueError):

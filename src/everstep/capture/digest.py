@@ -1,8 +1,8 @@
 """One number for the whole state, made where the state lies.
 
 The digest of a tensor is the sum over its words of bits * weight(index), times an odd number made of its name, modulo
-2**64. Sums add up: the digests of rows, slabs and ranks give that of the whole, in any order, on any device. Weights are
-odd, so that a change in one word always shows; they differ, so that changes in two words do not cancel.
+2**64. Sums add up: the digests of rows, slabs and ranks give that of the whole, in any order, on any device. Weights
+are odd, so that a change in one word always shows; they differ, so that changes in two words do not cancel.
 
 Nothing here waits for a device: whoever wants the number converts it. Modulo 2**64 is what int64 does by itself.
 """
@@ -52,8 +52,7 @@ def state_digest(shares: Iterable[Share]) -> tuple[Tensor, Tensor]:
         if share.entry.gate is not None:
             row_elements = tensor.numel() // max(1, tensor.shape[0]) if tensor.dim() else 1
             sums[not share.entry.common].append(digest(share.entry.name, share.source(), share.first * row_elements))
-    common, private = (_total(parts) for parts in sums)
-    return common, private
+    return added(sums[0]), added(sums[1])
 
 
 def number(*sums: Tensor) -> int:
@@ -61,7 +60,8 @@ def number(*sums: Tensor) -> int:
     return sum(int(one) for one in sums) % MODULUS
 
 
-def _total(sums: list[Tensor]) -> Tensor:
+def added(sums: Iterable[Tensor]) -> Tensor:
+    """The sum of digests, which may lie on several devices."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for one in sums:
         by_device.setdefault(one.device, []).append(one)

@@ -1,4 +1,4 @@
-"""One optimizer step as a function: from parameters, their state, gradients and group values to new parameters and state.
+"""One optimizer step as a function: parameters, their state, gradients and group values in, parameters and state out.
 
 `Call` is what one optimizer.step() consumed beside gradients, `Consumed` all that one step of training did. A `Double`
 repeats calls: it is the user's optimizer over other tensors (clones, rows, whole parameters), without hooks, schedulers
@@ -66,18 +66,29 @@ def why_not(optimizer: optim.Optimizer) -> str:
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether every element is updated by itself, so that rows can be taken apart and have the bits of the whole.
+    """Whether every element is updated by itself: a parameter does not know its neighbours, nor a row the other rows.
 
-    Classes that are not torch's own say so by an attribute, `everstep_elementwise = True`.
+    Classes that are not torch's own say so by an attribute of their own, `everstep_elementwise = True`.
     """
-    if type(optimizer) is optim.SGD and any(_has_uneven_tails(group) for group in optimizer.param_groups):
-        return False
-    return type(optimizer) in ELEMENTWISE or "everstep_elementwise" in vars(type(optimizer))
+    return type(optimizer) in ELEMENTWISE or bool(vars(type(optimizer)).get("everstep_elementwise"))
 
 
-def _has_uneven_tails(group: Mapping[str, Any]) -> bool:
-    """Fused SGD on the host rounds momentum otherwise in the last elements, those that fill no vector."""
-    return bool(group["fused"] and group["momentum"]) and any(p.device.type == "cpu" for p in group["params"])
+def is_sliceable(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Whether some rows, stepped by themselves, have the bits that they have in the whole parameter.
+
+    On a host the last elements, those that fill no vector, go another way. It rounds otherwise where something is kept
+    in a wider type in between (fused kernels, bfloat16), and maximum() makes another NaN there. Rows must lie one
+    after another.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    in_rows = parameter.dim() > 0 and (
+        parameter.is_contiguous()
+        or (parameter.dim() in formats and parameter.is_contiguous(memory_format=formats[parameter.dim()]))
+    )
+    if not is_elementwise(optimizer) or parameter.device.type != "cpu":
+        return in_rows and is_elementwise(optimizer)
+    with_tails = group.get("fused") or parameter.dtype not in (torch.float32, torch.float64)
+    return in_rows and not (with_tails or group.get("amsgrad") or type(optimizer) is optim.Adamax)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,9 +106,11 @@ class Double:
     def __init__(self, optimizer: optim.Optimizer, members: Sequence[Member], shared: dict[Any, Any]) -> None:
         self.members = members
         self._real = optimizer
-        self._shared = shared  # state that belongs to no parameter
+        self.shared = shared  # state that belongs to no parameter
         self._double = object.__new__(type(optimizer))  # copy.copy would forget the attributes
-        hooks = {key: OrderedDict() for key in vars(optimizer) if key.startswith("_optimizer_") and "hooks" in key}
+        hooks: dict[str, Any] = {
+            key: OrderedDict() for key in vars(optimizer) if key.startswith("_optimizer_") and "hooks" in key
+        }
         vars(self._double).update({**vars(optimizer), **hooks})
         vars(self._double).pop("step", None)  # a scheduler's
         self._double.state = defaultdict(dict, shared)
@@ -128,7 +141,7 @@ class Double:
         for member in self.members:
             member.parameter.grad = None
             member.state = self._double.state.get(member.parameter, member.state)
-        self._shared.update({key: value for key, value in self._double.state.items() if not isinstance(key, Tensor)})
+        self.shared.update({key: value for key, value in self._double.state.items() if not isinstance(key, Tensor)})
 
 
 def _like_real(value: Any, real: Any) -> Any:
@@ -191,7 +204,7 @@ def rebuild(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[str, Mapping[str, Any]],
 ) -> optim.Optimizer:
-    """An optimizer of torch without the program that had it: over these parameters, with these group values and state."""
+    """An optimizer of torch without the program that had it, over these parameters, with this state."""
     module, _, name = info.type.rpartition(".")
     kind = getattr(optim, name, None) if module.split(".")[:2] == ["torch", "optim"] else None
     if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer):
@@ -199,12 +212,11 @@ def rebuild(
             f"{info.type} is not one of torch.optim, so its steps can only be repeated by the program that has it. "
             "Start that program to restore this step, or choose a step that has a base."
         )
-    rebuilt: optim.Optimizer = kind([{"params": [tensors[name] for name in group]} for group in info.groups])
+    make: Callable[..., optim.Optimizer] = kind
+    rebuilt = make([{"params": [tensors[name] for name in group]} for group in info.groups])
     for group, saved, names in zip(rebuilt.param_groups, groups, info.groups, strict=True):
         group.update(saved)
         for name in names:
             if state.get(name):
                 rebuilt.state[tensors[name]] = dict(state[name])
-            else:
-                rebuilt.state.pop(tensors[name], None)
     return rebuilt

@@ -1,0 +1,385 @@
+"""From a base to a later step: every optimizer call repeated, with what it consumed.
+
+The very bits of training, since the same class steps over the same gradients and group values on the same device. Where
+elements are updated one by one, rows are taken apart: into slabs that stay in a cache through all steps, and over ranks
+that replay a part each and then tell each other. Digests that were taken in training prove the result.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from everstep.capture.digest import MODULUS, added, digest, number, state_digest
+from everstep.capture.layout import Entry, Share, Subjects, share
+from everstep.capture.update import (
+    Call,
+    Consumed,
+    Double,
+    Member,
+    double_of,
+    has_rows,
+    is_elementwise,
+    is_sliceable,
+    like_parameter,
+    rebuild,
+    rows_of,
+    state_rows,
+)
+from everstep.errors import Diverged
+from everstep.recover.assemble import Checkpoint
+from everstep.topology import Topology, exchange
+
+SLAB_ELEMENTS = 1 << 18  # on a host: with its state and gradient some megabytes, which a cache holds through all steps
+_PACK_BYTES = 32 << 20
+
+
+def replay(subjects: Subjects, steps: Sequence[Consumed], topology: Topology) -> int | None:
+    """Bring parameters and optimizer state to after the last of `steps`; the newest step that a digest proved.
+
+    Raises Diverged, on every rank, if a digest does not fit; the state is then of no use.
+    """
+    proof = _Proof(steps)
+    alone = _independent(subjects)
+    if len(alone) < len(subjects.optimizers):
+        _whole(subjects, [i for i in range(len(subjects.optimizers)) if i not in alone], steps, topology, proof)
+    for index in alone:
+        _Slabs(subjects, index, topology).replay(steps, proof)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # uploads may still read what holds the gradients
+    return proof.verdict(topology)
+
+
+def subjects_of(checkpoint: Checkpoint) -> Subjects:
+    """What the optimizers of a checkpoint work on, as objects of a program that is not there; on the host."""
+    models: dict[str, nn.Module] = {"model": nn.Module()}
+    parameters: dict[str, nn.Parameter] = {}
+    for info in checkpoint.info.optimizers:
+        for name in (name for group in info.groups for name in group if name not in parameters):
+            parameters[name] = nn.Parameter(checkpoint.tensor(name))
+            kind, _, rest = name.partition(".")
+            if kind == "extra":
+                key, _, rest = rest.partition(".")
+                kind = f"extra.{key}"
+            if kind != "optimizer":  # its own parameters are named by their place in it
+                models.setdefault(kind, nn.Module())._parameters[rest] = parameters[name]
+    optimizers = []
+    for i, (info, saved) in enumerate(zip(checkpoint.info.optimizers, checkpoint.extras["optimizers"], strict=True)):
+        prefix = "optimizer" if len(checkpoint.info.optimizers) == 1 else f"optimizer.{i}"
+        tensors = checkpoint.state_names(prefix)
+        state = {
+            name: {key: checkpoint.tensor(full) for key, full in tensors.get(name, {}).items()}
+            | saved["plain"].get(name, {})
+            for group in info.groups
+            for name in group
+        }
+        optimizers.append(rebuild(info, parameters, saved["groups"], state))
+    extras = {kind.removeprefix("extra."): model for kind, model in models.items() if kind != "model"}
+    return Subjects(models=[models["model"]], optimizers=optimizers, modules=extras)
+
+
+def _independent(subjects: Subjects) -> list[int]:
+    """The optimizers whose rows can be taken apart: elementwise, and no other optimizer writes their parameters."""
+    holders: dict[int, int] = {}
+    for optimizer in subjects.optimizers:
+        for parameter in _parameters(optimizer):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    return [
+        i
+        for i, optimizer in enumerate(subjects.optimizers)
+        if is_elementwise(optimizer) and all(holders[id(parameter)] == 1 for parameter in _parameters(optimizer))
+    ]
+
+
+def _parameters(optimizer: optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class _Proof:
+    """Sums up digests, and compares them with those that were taken in training."""
+
+    def __init__(self, steps: Sequence[Consumed]) -> None:
+        self._expected = {one.step: sum(one.digest) % MODULUS for one in steps if one.digest is not None}
+        self._common = dict.fromkeys(self._expected, 0)
+        self._private = dict.fromkeys(self._expected, 0)
+
+    def wants(self, step: int) -> bool:
+        return step in self._expected
+
+    def add(self, step: int, sums: tuple[Tensor, Tensor]) -> None:
+        for known, more in zip((self._common, self._private), sums, strict=True):
+            known[step] = (known[step] + number(more)) % MODULUS
+
+    def verdict(self, topology: Topology) -> int | None:
+        if not self._expected:
+            return None
+        form = f"<{len(self._common)}Q"
+        ranks = [struct.unpack(form, one) for one in exchange(struct.pack(form, *self._common.values()), topology)]
+        total = dict(zip(self._common, map(sum, zip(*ranks, strict=True)), strict=True))
+        right = [(total[step] + self._private[step]) % MODULUS == wanted for step, wanted in self._expected.items()]
+        everywhere = map(min, zip(*exchange(bytes(right), topology), strict=True))
+        proven = None
+        for step, proved in zip(self._expected, everywhere, strict=True):
+            if not proved:
+                raise Diverged(step, proven)
+            proven = step
+        return proven
+
+
+# -- optimizers that need whole parameters, or share them
+
+
+@torch.no_grad()
+def _whole(
+    subjects: Subjects, optimizers: list[int], steps: Sequence[Consumed], topology: Topology, proof: _Proof
+) -> None:
+    names = subjects.names()
+    whole = {
+        i: [_Part(g, p, names[id(p)], 0, p.shape[0] if p.dim() else 1) for g, p in _by_group(subjects.optimizers[i])]
+        for i in optimizers
+    }
+    doubles = {i: _double(subjects.optimizers[i], parts) for i, parts in whole.items()}
+    for one in steps:
+        for call in one.calls:
+            if call.optimizer in doubles:
+                _apply(doubles[call.optimizer], whole[call.optimizer], call, one)
+                _adopt(subjects.optimizers[call.optimizer], whole[call.optimizer], doubles[call.optimizer])
+        if proof.wants(one.step):
+            mine = [e for e in subjects.listing().entries if e.gate in doubles]
+            proof.add(one.step, state_digest(share(mine, topology.rank, topology.world)))
+
+
+def _by_group(optimizer: optim.Optimizer) -> Iterator[tuple[int, Tensor]]:
+    return ((g, parameter) for g, group in enumerate(optimizer.param_groups) for parameter in group["params"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some rows of a parameter."""
+
+    group: int
+    parameter: Tensor
+    name: str
+    first: int
+    rows: int
+    leads: bool = True  # of the parts of this rank, the one whose state without rows is kept
+    counts: bool = True  # whether this rank's rows go into the digest; others replay them too, or none of them
+
+    @property
+    def row_elements(self) -> int:
+        return self.parameter.numel() // max(1, self.parameter.shape[0]) if self.parameter.dim() else 1
+
+
+def _double(optimizer: optim.Optimizer, parts: Sequence[_Part]) -> Double:
+    """Over the real tensors and the real state."""
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    members = [
+        Member(
+            group=part.group,
+            parameter=double_of(part.parameter, part.parameter.detach()),
+            state=optimizer.state.get(part.parameter, {}),
+        )
+        for part in parts
+    ]
+    return Double(optimizer, members, shared)
+
+
+def _adopt(optimizer: optim.Optimizer, parts: Sequence[_Part], double: Double) -> None:
+    """State that a step made or replaced."""
+    for part, member in zip(parts, double.members, strict=True):
+        if member.state:
+            optimizer.state[part.parameter] = member.state
+    optimizer.state.update(double.shared)
+
+
+def _apply(double: Double, parts: Sequence[_Part], call: Call, consumed: Consumed) -> None:
+    gradients = [
+        None if part.name in call.absent else _gradient(part, member.parameter, consumed)
+        for part, member in zip(parts, double.members, strict=True)
+    ]
+    double.step(call, gradients)
+
+
+def _gradient(part: _Part, parameter: Tensor, consumed: Consumed) -> Tensor:
+    if not part.rows:
+        return torch.zeros_like(parameter)
+    return like_parameter(consumed.gradient(part.name, part.first, part.rows), parameter)
+
+
+# -- optimizers whose rows can be taken apart
+
+
+class _Slabs:
+    """One elementwise optimizer: this rank's rows, some at a time, each through all steps."""
+
+    def __init__(self, subjects: Subjects, index: int, topology: Topology) -> None:
+        self._index, self._topology = index, topology
+        self._optimizer = subjects.optimizers[index]
+        self._prefix = "optimizer" if len(subjects.optimizers) == 1 else f"optimizer.{index}"
+        self._names = subjects.names()
+        self._common = {id(e.tensor): e.common for e in subjects.listing().entries}
+        self._before = {p: dict(self._optimizer.state.get(p, {})) for p in _parameters(self._optimizer)}
+        self._sliceable = {
+            p: is_sliceable(self._optimizer, group, p)
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+        }
+        self._owned = [self._rows_of(rank) for rank in range(topology.world)]
+
+    def _splits(self, parameter: Tensor) -> bool:
+        return self._topology.world > 1 and self._common[id(parameter)] and parameter.dim() > 0
+
+    def _rows_of(self, rank: int) -> dict[int, Share]:
+        """Which rows of which parameters a rank replays for all; of those that cannot be sliced, all rows or none."""
+        entries = [
+            Entry(name=self._names[id(p)], tensor=p, gate=self._index, at_cut=False, common=True)
+            for p in _parameters(self._optimizer)
+            if self._splits(p)
+        ]
+        owned = {}
+        for one in share(entries, rank, self._topology.world):
+            parameter = one.entry.tensor
+            if self._sliceable[parameter]:
+                owned[id(parameter)] = one
+            elif one.first == 0:
+                owned[id(parameter)] = Share(one.entry, 0, parameter.shape[0])
+        return owned
+
+    @torch.no_grad()
+    def replay(self, steps: Sequence[Consumed], proof: _Proof) -> None:
+        calls = [next((call for call in one.calls if call.optimizer == self._index), None) for one in steps]
+        rowless: list[tuple[Tensor, dict[str, Any]]] = []
+        for parts in _slabs(self._parts()):
+            double = self._double(parts)
+            for one, call in zip(steps, calls, strict=True):
+                if call is not None:
+                    _apply(double, parts, call, one)
+                if proof.wants(one.step):
+                    proof.add(one.step, self._digest(parts, double))
+            for part, member in zip(parts, double.members, strict=True):
+                rowless += self._settle(part, member)
+        for parameter, state in rowless:
+            self._optimizer.state[parameter].update(state)
+        self._gather()
+
+    def _parts(self) -> Iterator[_Part]:
+        for group, parameter in _by_group(self._optimizer):
+            name, rows = self._names[id(parameter)], parameter.shape[0] if parameter.dim() else 1
+            first, end, counts = 0, rows, not self._common[id(parameter)] or self._topology.rank == 0
+            if self._splits(parameter):
+                # A rank without rows replays none of them: the state that has no rows advances all the same.
+                mine = self._owned[self._topology.rank].get(id(parameter))
+                first, end, counts = (mine.first, mine.first + mine.rows, True) if mine else (0, 0, False)
+            at_once = rows
+            if parameter.device.type == "cpu" and self._sliceable[parameter]:
+                at_once = max(1, SLAB_ELEMENTS * rows // max(1, parameter.numel()))
+            for at in range(first, max(end, first + 1), max(1, at_once)):
+                some = min(at_once, end - at)
+                yield _Part(group, parameter, name, at, some, at == first, counts)
+
+    def _double(self, parts: Sequence[_Part]) -> Double:
+        members = []
+        for part in parts:
+            rows = rows_of(part.parameter, part.first, part.rows)
+            state = state_rows(self._before[part.parameter], part.parameter, part.first, part.rows)
+            members.append(Member(group=part.group, parameter=double_of(part.parameter, rows), state=state))
+        return Double(self._optimizer, members, {})
+
+    def _digest(self, parts: Sequence[_Part], double: Double) -> tuple[Tensor, Tensor]:
+        """Common and private, as `state_digest` has them."""
+        sums: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for part, member in zip(parts, double.members, strict=True):
+            if part.counts:
+                sink, at = sums[not self._common[id(part.parameter)]], part.first * part.row_elements
+                sink.append(digest(part.name, member.parameter, at))
+                for key, value in member.state.items():
+                    name = f"{self._prefix}.state.{part.name}.{key}"
+                    if has_rows(value, member.parameter):
+                        sink.append(digest(name, value, at))
+                    elif isinstance(value, Tensor) and part.first == 0:
+                        sink.append(digest(name, value))
+        return added(sums[0]), added(sums[1])
+
+    def _settle(self, part: _Part, member: Member) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Put state that a step made or replaced where the optimizer has it; what has no rows, after all slabs."""
+        rowless = {}
+        for key, value in member.state.items():
+            if not has_rows(value, member.parameter):
+                rowless[key] = value
+                continue
+            state = self._optimizer.state[part.parameter]
+            if not isinstance(state.get(key), Tensor):
+                state[key] = torch.empty_like(
+                    part.parameter, dtype=value.dtype, device=value.device, requires_grad=False
+                ).detach()
+            target = rows_of(state[key], part.first, part.rows)
+            if target.data_ptr() != value.data_ptr():
+                target.copy_(value)
+        if member.state and part.leads:
+            yield part.parameter, rowless
+
+    def _gather(self) -> None:
+        """Give every rank the rows that the others replayed."""
+        if self._topology.world == 1:
+            return
+        for rank, shares in enumerate(self._owned):
+            for pack in _packs(self._replayed(shares.values())):
+                _broadcast(pack, rank, self._topology.rank)
+
+    def _replayed(self, shares: Iterable[Share]) -> Iterator[Tensor]:
+        for one in shares:
+            state = self._optimizer.state.get(one.entry.tensor, {})
+            for tensor in (one.entry.tensor, *(v for v in state.values() if has_rows(v, one.entry.tensor))):
+                row_bytes = max(1, tensor.nbytes // max(1, tensor.shape[0]))
+                at_once = max(1, _PACK_BYTES // row_bytes)
+                for first in range(one.first, one.first + one.rows, at_once):
+                    yield rows_of(tensor, first, min(at_once, one.first + one.rows - first))
+
+
+def _slabs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Parts that are stepped together: on a device all of them, since launches are what costs there."""
+    slab: list[_Part] = []
+    elements = 0
+    for part in parts:
+        size = part.rows * part.row_elements
+        if slab and elements + size > SLAB_ELEMENTS and part.parameter.device.type == "cpu":
+            yield slab
+            slab, elements = [], 0
+        slab.append(part)
+        elements += size
+    if slab:
+        yield slab
+
+
+def _packs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    pack: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if pack and size + tensor.nbytes > _PACK_BYTES:
+            yield pack
+            pack, size = [], 0
+        pack.append(tensor)
+        size += tensor.nbytes
+    if pack:
+        yield pack
+
+
+def _broadcast(tensors: Sequence[Tensor], source: int, rank: int) -> None:
+    """One message for many tensors."""
+    ends = [0]
+    for tensor in tensors:
+        ends.append(ends[-1] + -(-tensor.nbytes // 16) * 16)  # so that any dtype begins where it may
+    on_device = "nccl" in str(dist.get_backend())
+    flat = torch.empty(ends[-1], dtype=torch.uint8, device=torch.cuda.current_device() if on_device else "cpu")
+    views = [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in zip(tensors, ends, strict=False)]
+    if rank == source:
+        torch._foreach_copy_(views, list(tensors))
+    dist.broadcast(flat, src=source)
+    if rank != source:
+        torch._foreach_copy_(list(tensors), views)
