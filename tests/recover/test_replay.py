@@ -23,6 +23,7 @@ from everstep.capture.update import Call, Consumed, is_elementwise, is_sliceable
 from everstep.errors import Diverged, EverstepError
 from everstep.recover import replay as module
 from everstep.recover.assemble import Checkpoint
+from everstep.recover.merge import merge_sgd_lossy
 from everstep.recover.replay import replay, subjects_of
 from everstep.topology import Topology
 from everstep.types import ImageInfo, OptimizerInfo, Piece
@@ -519,3 +520,44 @@ def test_steps_that_unscale_and_skip_themselves_are_replayed_from_scaled_gradien
     replay(copied, steps, ALONE)
     wanted = {e.name: bits(e.tensor) for e in subjects.listing().entries if e.gate is not None}
     assert {e.name: bits(e.tensor) for e in copied.listing().entries} == wanted
+
+
+# -- not exact, and called so
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01},
+     {"momentum": 0.9, "nesterov": True, "maximize": True}],
+)  # fmt: skip
+@pytest.mark.parametrize("base", [0, 2])
+def test_merged_steps_of_sgd_come_close(options: dict[str, Any], base: int) -> None:
+    real, steps, program = trained(lambda: calm(optim.SGD, **options), base)
+    merge_sgd_lossy(program.subjects, steps)
+    wanted = {e.name: e.tensor for e in real.subjects.listing().entries}
+    found = {e.name: e.tensor for e in program.subjects.listing().entries}
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def calm(kind: Any, **options: Any) -> Training:
+    """No infinite gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 3), nn.Linear(3, 5))
+    training = Training(model, [kind(model.parameters(), lr=0.02, **options)])
+    gradients = training.gradients
+
+    def finite(step: int) -> dict[str, Tensor]:
+        return {name: gradient.nan_to_num(0.5, 0.5, 0.5) for name, gradient in gradients(step).items()}
+
+    training.gradients = finite  # type: ignore[method-assign]
+    return training
+
+
+def test_adam_is_never_merged() -> None:
+    _, steps, program = trained(lambda: calm(optim.Adam))
+    before = program.bits()
+    with pytest.raises(EverstepError, match="only SGD can be merged over steps, and Adam is not"):
+        merge_sgd_lossy(program.subjects, steps)
+    assert program.bits() == before
