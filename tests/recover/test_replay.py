@@ -21,6 +21,7 @@ from everstep.capture.extras import decode, encode
 from everstep.capture.layout import Subjects, share
 from everstep.capture.update import Call, Consumed, is_elementwise, is_sliceable, rebuild, why_not
 from everstep.errors import Diverged, EverstepError
+from everstep.recover import gather
 from everstep.recover import replay as module
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.merge import merge_sgd_lossy
@@ -257,6 +258,19 @@ def test_slabs_give_the_very_bits(name: str, slab: int, monkeypatch: pytest.Monk
     assert program.bits() == real.bits()
 
 
+@pytest.mark.parametrize("name", ["AdamW single", "SGD fused", "several"])
+def test_threads_give_the_very_bits_and_are_as_many_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLAB_ELEMENTS", 10)
+    torch.set_num_threads(3)
+    try:
+        real, steps, program = trained(PROGRAMS[name])
+        assert replay(program.subjects, steps, ALONE) == 6
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+    assert program.bits() == real.bits()
+
+
 @every_program
 def test_whole_parameters_give_the_very_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_elementwise", lambda _: False)
@@ -375,6 +389,7 @@ def test_a_base_with_one_flipped_bit_is_found() -> None:
 
 def as_rank(rank: int, store: Path, name: str, results: Any) -> None:
     torch.set_num_threads(1)
+    gather.PACK_BYTES = 100  # many messages
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     asked: set[tuple[str, int, int]] = set()
 

@@ -29,6 +29,7 @@ from everstep.capture.update import (
     rows_of,
     state_rows,
     why_not,
+    without_global_hooks,
 )
 
 SAMPLE_ELEMENTS = 1 << 20
@@ -85,7 +86,7 @@ class Purity:
         if changed:
             self._reason = f"{kind}.step() changes its attribute {changed}, which is in no param group and no state"
             return
-        with _other_random_numbers(self._subjects):
+        with _other_random_numbers(self._subjects), without_global_hooks():
             trial.double.step(trial.call, [sample.gradient for sample in trial.samples])
         found = self._difference(optimizer, trial)
         if found:

@@ -125,7 +125,10 @@ class Double:
 
     @torch.no_grad()
     def step(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
-        """What optimizer.step() did when it was called so. Gradients are the double's own: it may write them."""
+        """What optimizer.step() did when it was called so. Gradients are the double's own: it may write them.
+
+        Hooks of all optimizers are kept away by `without_global_hooks`, which is not for several threads.
+        """
         device = self.members[0].parameter.device if self.members else torch.device("cpu")
         for key, value in (("grad_scale", call.scale), ("found_inf", call.found_inf)):
             vars(self._double).pop(key, None)
@@ -136,8 +139,7 @@ class Double:
             group.update({key: _like_real(value, real.get(key)) for key, value in call.groups[g].items()})
         for member, gradient in zip(self.members, gradients, strict=True):
             member.parameter.grad = gradient
-        with _without_global_hooks():
-            type(self._double).step(self._double)
+        type(self._double).step(self._double)
         for member in self.members:
             member.parameter.grad = None
             member.state = self._double.state.get(member.parameter, member.state)
@@ -151,7 +153,8 @@ def _like_real(value: Any, real: Any) -> Any:
 
 
 @contextmanager
-def _without_global_hooks() -> Iterator[None]:
+def without_global_hooks() -> Iterator[None]:
+    """While doubles step."""
     hooks: tuple[Any, Any] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     kept = [dict(some) for some in hooks]
     for some in hooks:
