@@ -3,9 +3,10 @@
     python bench/replay.py                       all
     python bench/replay.py --sizes 10 --steps 20
 
-The base alone is the least that loading can be: parameters and optimizer state copied from memory into a program that has
-them already; no disk, no checksum, no fresh memory. Records are dense gradients in memory, as they are when a log is mapped; what a compressor left of them is
-dense again when an optimizer sees it. Every way is checked against the bits of the sequential replay.
+The base alone is the least that loading can be: parameters and optimizer state copied from memory into a program that
+has them already; no disk, no checksum, no fresh memory. Records are dense gradients in memory, as they are when a log
+is mapped; what a compressor left of them is dense again when an optimizer sees it. Every way is checked against the
+bits of the sequential replay.
 """
 
 from __future__ import annotations
