@@ -6,11 +6,11 @@ archive.py      open(), Archive: the door for people and tools who read
 types errors events config image topology
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
-capture/        and what the optimizers consumed        digest update form gradients compressor compress powersgd
+capture/        and what the optimizers consumed        digest update purity form gradients compressor compress powersgd
 store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
 keeper/         out of the trainer's way                protocol flush logbook scavenge keeper process client
 # the road home: a byte returns
-recover/        back to the same step on every rank     survey plan assemble chain state load replay resume export
+recover/        back to the same step on every rank     survey plan assemble chain state load gather replay merge resume export
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 cli/            one file a command

@@ -66,18 +66,29 @@ def why_not(optimizer: optim.Optimizer) -> str:
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether every element is updated by itself, so that rows can be taken apart and have the bits of the whole.
+    """Whether every element is updated by itself: a parameter does not know its neighbours, nor a row the other rows.
 
     Classes that are not torch's own say so by an attribute of their own, `everstep_elementwise = True`.
     """
-    if type(optimizer) is optim.SGD and any(_has_uneven_tails(group) for group in optimizer.param_groups):
-        return False
     return type(optimizer) in ELEMENTWISE or bool(vars(type(optimizer)).get("everstep_elementwise"))
 
 
-def _has_uneven_tails(group: Mapping[str, Any]) -> bool:
-    """Fused SGD on the host rounds momentum otherwise in the last elements, those that fill no vector."""
-    return bool(group["fused"] and group["momentum"]) and any(p.device.type == "cpu" for p in group["params"])
+def is_sliceable(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Whether some rows, stepped by themselves, have the bits that they have in the whole parameter.
+
+    On a host the last elements, those that fill no vector, go another way. It rounds otherwise where something is kept
+    in a wider type in between (fused kernels, bfloat16), and maximum() makes another NaN there. Rows must lie one
+    after another.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    in_rows = parameter.dim() > 0 and (
+        parameter.is_contiguous()
+        or (parameter.dim() in formats and parameter.is_contiguous(memory_format=formats[parameter.dim()]))
+    )
+    if not is_elementwise(optimizer) or parameter.device.type != "cpu":
+        return in_rows and is_elementwise(optimizer)
+    with_tails = group.get("fused") or parameter.dtype not in (torch.float32, torch.float64)
+    return in_rows and not (with_tails or group.get("amsgrad") or type(optimizer) is optim.Adamax)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +125,10 @@ class Double:
 
     @torch.no_grad()
     def step(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
-        """What optimizer.step() did when it was called so. Gradients are the double's own: it may write them."""
+        """What optimizer.step() did when it was called so. Gradients are the double's own: it may write them.
+
+        Hooks of all optimizers are kept away by `without_global_hooks`, which is not for several threads.
+        """
         device = self.members[0].parameter.device if self.members else torch.device("cpu")
         for key, value in (("grad_scale", call.scale), ("found_inf", call.found_inf)):
             vars(self._double).pop(key, None)
@@ -125,8 +139,7 @@ class Double:
             group.update({key: _like_real(value, real.get(key)) for key, value in call.groups[g].items()})
         for member, gradient in zip(self.members, gradients, strict=True):
             member.parameter.grad = gradient
-        with _without_global_hooks():
-            type(self._double).step(self._double)
+        type(self._double).step(self._double)
         for member in self.members:
             member.parameter.grad = None
             member.state = self._double.state.get(member.parameter, member.state)
@@ -140,7 +153,8 @@ def _like_real(value: Any, real: Any) -> Any:
 
 
 @contextmanager
-def _without_global_hooks() -> Iterator[None]:
+def without_global_hooks() -> Iterator[None]:
+    """While doubles step."""
     hooks: tuple[Any, Any] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     kept = [dict(some) for some in hooks]
     for some in hooks:

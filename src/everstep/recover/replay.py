@@ -8,12 +8,13 @@ that replay a part each and then tell each other. Digests that were taken in tra
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from everstep.capture.digest import MODULUS, added, digest, number, state_digest
@@ -26,17 +27,19 @@ from everstep.capture.update import (
     double_of,
     has_rows,
     is_elementwise,
+    is_sliceable,
     like_parameter,
     rebuild,
     rows_of,
     state_rows,
+    without_global_hooks,
 )
 from everstep.errors import Diverged
 from everstep.recover.assemble import Checkpoint
+from everstep.recover.gather import broadcast
 from everstep.topology import Topology, exchange
 
 SLAB_ELEMENTS = 1 << 18  # on a host: with its state and gradient some megabytes, which a cache holds through all steps
-_PACK_BYTES = 32 << 20
 
 
 def replay(subjects: Subjects, steps: Sequence[Consumed], topology: Topology) -> int | None:
@@ -46,10 +49,11 @@ def replay(subjects: Subjects, steps: Sequence[Consumed], topology: Topology) ->
     """
     proof = _Proof(steps)
     alone = _independent(subjects)
-    if len(alone) < len(subjects.optimizers):
-        _whole(subjects, [i for i in range(len(subjects.optimizers)) if i not in alone], steps, topology, proof)
-    for index in alone:
-        _Slabs(subjects, index, topology).replay(steps, proof)
+    with without_global_hooks():
+        if len(alone) < len(subjects.optimizers):
+            _whole(subjects, [i for i in range(len(subjects.optimizers)) if i not in alone], steps, topology, proof)
+        for index in alone:
+            _Slabs(subjects, index, steps, topology).replay(proof)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # uploads may still read what holds the gradients
     return proof.verdict(topology)
@@ -214,53 +218,94 @@ def _gradient(part: _Part, parameter: Tensor, consumed: Consumed) -> Tensor:
 # -- optimizers whose rows can be taken apart
 
 
+_Advanced = tuple[list[_Part], Double, dict[int, tuple[Tensor, Tensor]]]
+
+
 class _Slabs:
     """One elementwise optimizer: this rank's rows, some at a time, each through all steps."""
 
-    def __init__(self, subjects: Subjects, index: int, topology: Topology) -> None:
+    def __init__(self, subjects: Subjects, index: int, steps: Sequence[Consumed], topology: Topology) -> None:
         self._index, self._topology = index, topology
         self._optimizer = subjects.optimizers[index]
         self._prefix = "optimizer" if len(subjects.optimizers) == 1 else f"optimizer.{index}"
         self._names = subjects.names()
         self._common = {id(e.tensor): e.common for e in subjects.listing().entries}
         self._before = {p: dict(self._optimizer.state.get(p, {})) for p in _parameters(self._optimizer)}
+        self._sliceable = {
+            p: is_sliceable(self._optimizer, group, p)
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+        }
         self._owned = [self._rows_of(rank) for rank in range(topology.world)]
+        lock = threading.Lock()
+        self._steps = [
+            (_one_at_a_time(one, lock), next((call for call in one.calls if call.optimizer == index), None))
+            for one in steps
+        ]
 
     def _splits(self, parameter: Tensor) -> bool:
-        return self._topology.world > 1 and self._common[id(parameter)] and _in_rows(parameter)
+        return self._topology.world > 1 and self._common[id(parameter)] and parameter.dim() > 0
 
     def _rows_of(self, rank: int) -> dict[int, Share]:
-        """Which rows of which parameters a rank replays for all."""
+        """Which rows of which parameters a rank replays for all; of those that cannot be sliced, all rows or none."""
         entries = [
             Entry(
-                name=self._names[id(p)],
-                tensor=p,
-                gate=self._index,
-                at_cut=False,
-                common=True,
-                family=self._names[id(p)],
+                name=self._names[id(p)], tensor=p, gate=self._index, at_cut=False, common=True, family=self._names[id(p)]
             )
             for p in _parameters(self._optimizer)
             if self._splits(p)
         ]
-        return {id(one.entry.tensor): one for one in share(entries, rank, self._topology.world)}
+        owned = {}
+        for one in share(entries, rank, self._topology.world):
+            parameter = one.entry.tensor
+            if self._sliceable[parameter]:
+                owned[id(parameter)] = one
+            elif one.first == 0:
+                owned[id(parameter)] = Share(one.entry, 0, parameter.shape[0])
+        return owned
 
     @torch.no_grad()
-    def replay(self, steps: Sequence[Consumed], proof: _Proof) -> None:
-        calls = [next((call for call in one.calls if call.optimizer == self._index), None) for one in steps]
+    def replay(self, proof: _Proof) -> None:
         rowless: list[tuple[Tensor, dict[str, Any]]] = []
-        for parts in _slabs(self._parts()):
-            double = self._double(parts)
-            for one, call in zip(steps, calls, strict=True):
-                if call is not None:
-                    _apply(double, parts, call, one)
-                if proof.wants(one.step):
-                    proof.add(one.step, self._digest(parts, double))
+        for parts, double, sums in self._through_all_steps(proof):
+            for step, some in sums.items():
+                proof.add(step, some)
             for part, member in zip(parts, double.members, strict=True):
                 rowless += self._settle(part, member)
         for parameter, state in rowless:
             self._optimizer.state[parameter].update(state)
         self._gather()
+
+    def _through_all_steps(self, proof: _Proof) -> Iterator[_Advanced]:
+        """Slabs of rows by as many threads as torch has, each alone with its slab: they need not wait for each other.
+
+        Whole parameters are left to torch, since it is by its number of threads that it divides them, tails and all.
+        """
+        parts = list(self._parts())
+        for slab in _slabs(part for part in parts if not self._is_slab(part.parameter)):
+            yield self._advanced(slab, proof)
+        slabs = list(_slabs(part for part in parts if self._is_slab(part.parameter)))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                yield from pool.map(lambda slab: self._advanced(slab, proof), slabs)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _is_slab(self, parameter: Tensor) -> bool:
+        return self._sliceable[parameter] and parameter.device.type == "cpu"
+
+    @torch.no_grad()
+    def _advanced(self, parts: list[_Part], proof: _Proof) -> _Advanced:
+        double = self._double(parts)
+        sums = {}
+        for one, call in self._steps:
+            if call is not None:
+                _apply(double, parts, call, one)
+            if proof.wants(one.step):
+                sums[one.step] = self._digest(parts, double)
+        return parts, double, sums
 
     def _parts(self) -> Iterator[_Part]:
         for group, parameter in _by_group(self._optimizer):
@@ -271,7 +316,7 @@ class _Slabs:
                 mine = self._owned[self._topology.rank].get(id(parameter))
                 first, end, counts = (mine.first, mine.first + mine.rows, True) if mine else (0, 0, False)
             at_once = rows
-            if parameter.device.type == "cpu" and _in_rows(parameter):
+            if self._is_slab(parameter):
                 at_once = max(1, SLAB_ELEMENTS * rows // max(1, parameter.numel()))
             for at in range(first, max(end, first + 1), max(1, at_once)):
                 some = min(at_once, end - at)
@@ -323,26 +368,13 @@ class _Slabs:
         if self._topology.world == 1:
             return
         for rank, shares in enumerate(self._owned):
-            for pack in _packs(self._replayed(shares.values())):
-                _broadcast(pack, rank, self._topology.rank)
+            broadcast(self._replayed(shares.values()), source=rank, rank=self._topology.rank)
 
     def _replayed(self, shares: Iterable[Share]) -> Iterator[Tensor]:
         for one in shares:
-            state = self._optimizer.state.get(one.entry.tensor, {})
-            for tensor in (one.entry.tensor, *(v for v in state.values() if has_rows(v, one.entry.tensor))):
-                row_bytes = max(1, tensor.nbytes // max(1, tensor.shape[0]))
-                at_once = max(1, _PACK_BYTES // row_bytes)
-                for first in range(one.first, one.first + one.rows, at_once):
-                    yield rows_of(tensor, first, min(at_once, one.first + one.rows - first))
-
-
-def _in_rows(parameter: Tensor) -> bool:
-    """Whether a parameter's rows lie one after another, so that some of them are laid out like all."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return parameter.dim() > 0 and (
-        parameter.is_contiguous()
-        or (parameter.dim() in formats and parameter.is_contiguous(memory_format=formats[parameter.dim()]))
-    )
+            parameter, state = one.entry.tensor, self._optimizer.state.get(one.entry.tensor, {})
+            for tensor in (parameter, *(value for value in state.values() if has_rows(value, parameter))):
+                yield rows_of(tensor, one.first, one.rows)
 
 
 def _slabs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
@@ -360,29 +392,11 @@ def _slabs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
         yield slab
 
 
-def _packs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    pack: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if pack and size + tensor.nbytes > _PACK_BYTES:
-            yield pack
-            pack, size = [], 0
-        pack.append(tensor)
-        size += tensor.nbytes
-    if pack:
-        yield pack
+def _one_at_a_time(consumed: Consumed, lock: threading.Lock) -> Consumed:
+    """Whoever gives gradients need not know of threads."""
 
+    def rows(name: str, first: int, rows: int) -> Tensor:
+        with lock:
+            return consumed.gradient(name, first, rows)
 
-def _broadcast(tensors: Sequence[Tensor], source: int, rank: int) -> None:
-    """One message for many tensors."""
-    ends = [0]
-    for tensor in tensors:
-        ends.append(ends[-1] + -(-tensor.nbytes // 16) * 16)  # so that any dtype begins where it may
-    on_device = "nccl" in str(dist.get_backend())
-    flat = torch.empty(ends[-1], dtype=torch.uint8, device=torch.cuda.current_device() if on_device else "cpu")
-    views = [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in zip(tensors, ends, strict=False)]
-    if rank == source:
-        torch._foreach_copy_(views, list(tensors))
-    dist.broadcast(flat, src=source)
-    if rank != source:
-        torch._foreach_copy_(list(tensors), views)
+    return replace(consumed, gradient=rows)
