@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Report, Stat, Table, Target, machine, timed
+from merge_sgd import merge_sgd_lossy
 from torch import Tensor, nn, optim
 
 from everstep.capture.layout import Subjects
 from everstep.capture.update import Call, Consumed
 from everstep.recover import replay as module
-from everstep.recover.merge import merge_sgd_lossy
 from everstep.recover.replay import replay
 from everstep.topology import Topology
 

@@ -10,13 +10,11 @@ import atexit
 import os
 import signal
 import sys
-import threading
 import time
 import uuid
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -38,10 +36,10 @@ from everstep.keeper.scavenge import sign
 from everstep.recover.resume import resume
 from everstep.recover.state import State, is_stateful
 from everstep.recover.survey import Sources
+from everstep.signals import Signals
 from everstep.store import claim
 from everstep.types import Level
 
-_GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
 _LOG_PER_BASE = 4  # a base is taken when the records since the last one are this many times as large
 
 
@@ -119,8 +117,6 @@ class Run:
         self._closed = False
         self._last_capture: tuple[int | None, float] = (None, 0.0)
         self._stop_at: int | None = None
-        self._signal: int | None = None
-        self._pid = os.getpid()
         self._is_leaving = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
@@ -146,7 +142,7 @@ class Run:
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
         )
-        self._old_handlers = self._catch_signals()
+        self._signals = Signals(lambda: self._step_s, lambda: self._is_leaving)
         atexit.register(self._at_exit)
         self._emit(
             Started(rank=self._place.rank, world=self._place.world, pid=os.getpid(), step=self.step, source=source)
@@ -171,7 +167,7 @@ class Run:
         return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
 
     def _left_by_earlier_life(self) -> tuple[list[Arena], list[Arena]]:
-        """What an earlier life of this rank left on this node, and what ranks left that are no more: bases and rings."""
+        """The bases and rings that an earlier life of this rank left on this node, or ranks that are no more."""
         sources = self._sources()
         rank, world = self._place.rank, self._place.world
         mine = [arena for arena in (*sources.arenas, *sources.rings) if arena.rank == rank or arena.rank >= world]
@@ -371,10 +367,7 @@ class Run:
         self._capture.close()
         self._copier.close()
         self._keeper.close(final=final)
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-        if self._old_handlers:
-            signal.set_wakeup_fd(-1)
+        self._signals.give_back()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -400,48 +393,12 @@ class Run:
 
     # -- signals
 
-    def _catch_signals(self) -> dict[int, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        os.set_blocking(hear, True)
-        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch_signals, args=(hear,), name="everstep-signals", daemon=True).start()
-        old: dict[int, Any] = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        ours = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _let_be_a_child(ours(), old))
-        return old
-
-    def _watch_signals(self, hear: int) -> None:
-        """A trainer that hangs in a collective cannot finish its step: after a while it leaves without, losing nothing.
-
-        Python runs signal handlers between two of its own instructions, which a hanging trainer never reaches.
-        """
-        while number := os.read(hear, 1):
-            if number[0] == signal.SIGTERM:
-                deadline = time.monotonic() + max(_GRACE_S, _GRACE_STEPS * self._step_s)
-                while time.monotonic() < deadline and not self._closed and not self._is_leaving:
-                    time.sleep(0.05)
-                if not self._closed and not self._is_leaving:
-                    os._exit(128 + signal.SIGTERM)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
-        if self._signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt  # asked twice: do not wait for the step
-        self._signal = number
-        name = signal.Signals(number).name
-        print(f"everstep: {name}: finishing the step, then saving and leaving", file=sys.stderr, flush=True)
-
     def _hear_stop(self, step: int) -> None:
         self._stop_at = step if self._stop_at is None else min(self._stop_at, step)
 
     def _leaving(self) -> bool:
         """Whether this cut is the last one. Ranks leave at the same step: two steps after the first one was told."""
-        if self._signal is not None and self._stop_at is None:
+        if self._signals.received is not None and self._stop_at is None:
             if self._place.world == 1:
                 return True
             self._stop_at = self.step + 2
@@ -450,7 +407,7 @@ class Run:
 
     def _leave(self) -> None:
         self._is_leaving = True
-        number = self._signal or signal.SIGTERM
+        number = self._signals.received or signal.SIGTERM
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
         self._capture.wait_sealed()
         try:
@@ -464,10 +421,3 @@ class Run:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
-
-
-def _let_be_a_child(run: Run | None, old: Mapping[int, Any]) -> None:
-    """A forked child is not the trainer: SIGTERM ends it as ever, and the trainer does not hear of it."""
-    if run is not None and not run._closed:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, old[signal.SIGTERM])

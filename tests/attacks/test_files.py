@@ -611,7 +611,7 @@ def killed_with_memory(
             if run.step >= 3 and checked:
                 run.wait("sealed")
                 arena = run._capture.arena()
-                from everstep.keeper.keeper import check_newest
+                from everstep.keeper.session import check_newest
 
                 check_newest(arena, lambda: False)
             if run.step == 5:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,12 @@ from everstep.errors import Diverged, EverstepError
 from everstep.recover import gather
 from everstep.recover import replay as module
 from everstep.recover.assemble import Checkpoint
-from everstep.recover.merge import merge_sgd_lossy
 from everstep.recover.replay import replay, subjects_of
 from everstep.topology import Topology
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from merge_sgd import merge_sgd_lossy
+
 from everstep.types import ImageInfo, OptimizerInfo, Piece
 
 ALONE = Topology(rank=0, world=1, node="here")

@@ -32,9 +32,11 @@ from everstep.capture.copier import Copier
 from everstep.capture.digest import state_digest
 from everstep.capture.form import Form, make_form, on_device, parameters_of
 from everstep.capture.layout import Entry, Share, Subjects
+from everstep.capture.purity import Purity
 from everstep.capture.shape import Shape, group_alike, on_side, pin, unpin
+from everstep.capture.update import Call
 from everstep.config import MAX_SLOTS, Settings
-from everstep.events import ChainEnded, RingMade, Sink
+from everstep.events import ChainEnded, Degraded, RingMade, Sink
 from everstep.image import ImageLayout
 from everstep.topology import Topology
 
@@ -76,9 +78,15 @@ class Recorder:
         self.recorded_step: int | None = resumed_from
         for ring in left:
             ring.unseal_after(resumed_from)
+        self._purity: Purity | None = Purity(subjects)
+        self._impure = ""  # why no step can be repeated
         self._handles = [
-            optimizer.register_step_pre_hook(partial(self._before_step, i))
+            handle
             for i, optimizer in enumerate(subjects.optimizers)
+            for handle in (
+                optimizer.register_step_pre_hook(partial(self._before_step, i)),
+                optimizer.register_step_post_hook(partial(self._after_step, i)),
+            )
         ]
 
     @property
@@ -89,11 +97,16 @@ class Recorder:
 
     def _before_step(self, index: int, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = self._form
-        if form is None or self._gap:
-            return
-        self._gap = self._obstacle(index, form, args, kwargs)
-        if not self._gap:
-            self._take_gradients(index, form)
+        if form is not None and not self._gap:
+            self._gap = self._obstacle(index, form, args, kwargs)
+            if not self._gap:
+                self._take_gradients(index, form)
+        if self._purity is not None:
+            self._purity.before(index, _call(self._subjects.optimizers[index], index))
+
+    def _after_step(self, index: int, *_: object) -> None:
+        if self._purity is not None:
+            self._purity.after(index)
 
     def _obstacle(self, index: int, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this update cannot be recorded, if so."""
@@ -165,8 +178,10 @@ class Recorder:
         """Complete the record of the step that has just been done; False if there is none."""
         self._copier.raise_failure()
         calls, self._calls = list(self._calls.values()), {}
+        if self._purity is not None:
+            self._look_at_purity()
         form, slot, gap = self._form, self._slot, self._gap
-        self._gap = ""
+        self._gap = self._impure
         if form is None or slot is None or gap or not calls:
             return self._miss(step, gap or "no optimizer was seen to step")
         if sum(map(_version, form.loose)) != self._versions:
@@ -176,7 +191,9 @@ class Recorder:
             self._give_up_form()
             return self._miss(step, "the state changed its shape")
         digested = step % _DIGEST_EVERY == 0
-        payload = trees.encode({**tree, "calls": calls, "digested": digested}, "state")
+        payload = trees.encode(
+            {**tree, "calls": calls, "digested": digested, "threads": torch.get_num_threads()}, "state"
+        )
         if len(payload) > form.layout.extras_bytes - 8:
             self._give_up_form()
             return self._miss(step, "the extras have outgrown their room")
@@ -195,6 +212,16 @@ class Recorder:
         else:
             self._drain(form, slot, step, cut_time, payload)
         return True
+
+    def _look_at_purity(self) -> None:
+        """Whether steps of these optimizers can be repeated at all is known after the first ones."""
+        assert self._purity is not None
+        reason = self._purity.at_cut()
+        if reason is not None:
+            self._purity = None
+        if reason:
+            self._gap = self._impure = reason
+            self._emit(Degraded(what="there is no log, every step is a base", reason=reason))
 
     def _rebind(self, form: Form) -> bool:
         """Values were replaced by others: take those, if they have the same shape."""
@@ -266,7 +293,7 @@ class Recorder:
             )  # fmt: skip
             self._slot, self._calls = None, {}
             self._versions = sum(map(_version, self._form.loose))
-            self._gap = ""
+            self._gap = self._impure
         left, self._left = self._left, []
         return left
 
@@ -305,6 +332,15 @@ class Recorder:
             handle.remove()
         if self._form is not None and self._form.lanes:
             unpin(self._form.flats)
+
+
+def _call(optimizer: Any, index: int) -> Call:
+    """The same as it is recorded, for the self-test."""
+    groups = [{k: _now(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return Call(
+        optimizer=index, groups=groups, absent=frozenset(), scale=_now(getattr(optimizer, "grad_scale", None)),
+        found_inf=_now(getattr(optimizer, "found_inf", None)),
+    )  # fmt: skip
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[int]:

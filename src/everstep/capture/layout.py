@@ -186,35 +186,41 @@ class Subjects:
                         add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
         for i, (prefix, optimizer) in enumerate(_numbered("optimizer", self.optimizers)):
             watch.grows(optimizer.state)
-            for g, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    if isinstance(value, Tensor) and value.is_cuda:
-                        name = f"{prefix}.group.{g}.{key}"
-                        add(name, value, group, key, gate=None, at_cut=True, common=False)
-                for parameter in group["params"]:
-                    name, same = names[id(parameter)], common.get(id(parameter), False)
-                    if id(parameter) not in common:
-                        holder = {"params": parameter}
-                        add(name, parameter, holder, "params", gate=i, at_cut=False, common=False)
-                    state = optimizer.state.get(parameter, {})
-                    watch.grows(state)
-                    watch.same(optimizer.state, parameter)
-                    for key, value in state.items():
-                        if not isinstance(value, Tensor):
-                            watch.plain(state, key)
-                        else:
-                            full = f"{prefix}.state.{name}.{key}"
-                            if value.device != parameter.device:
-                                on_host.append(full)
-                            add(full, value, state, key, gate=i, at_cut=False, common=same, family=name)
-        for key in ("_scale", "_growth_tracker"):
+            for name, parameter in _list_groups(prefix, optimizer, names, add):
+                same = common.get(id(parameter), False)
+                if id(parameter) not in common:
+                    add(name, parameter, {"params": parameter}, "params", gate=i, at_cut=False, common=False)
+                state = optimizer.state.get(parameter, {})
+                watch.grows(state)
+                watch.same(optimizer.state, parameter)
+                for key, value in state.items():
+                    if not isinstance(value, Tensor):
+                        watch.plain(state, key)
+                    else:
+                        full = f"{prefix}.state.{name}.{key}"
+                        if value.device != parameter.device:
+                            on_host.append(full)
+                        add(full, value, state, key, gate=i, at_cut=False, common=same, family=name)
+        for key in ("_scale", "_growth_tracker") if self.scaler is not None else ():
             value = getattr(self.scaler, key, None)
             if isinstance(value, Tensor):
                 add(f"scaler.{key}", value, vars(self.scaler), key, gate=None, at_cut=True, common=False)
-            elif hasattr(self.scaler, key):
+            else:
                 at_cut.plain(vars(self.scaler), key)  # a GradScaler makes its tensors when it is first used
         _check_unique(entries.values())
         return Listing(list(entries.values()), aliases, tuple(on_host), watch.unchanged, at_cut.unchanged)
+
+
+def _list_groups(
+    prefix: str, optimizer: torch.optim.Optimizer, names: dict[int, str], add: Callable[..., None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Add what the groups hold on a device, and go through their parameters."""
+    for g, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, Tensor) and value.is_cuda:
+                add(f"{prefix}.group.{g}.{key}", value, group, key, gate=None, at_cut=True, common=False)
+        for parameter in group["params"]:
+            yield names[id(parameter)], parameter
 
 
 class _Watch:

@@ -11,22 +11,16 @@ States of a session: `alive` -> `gone` (closed or killed) or `done` (said goodby
 from __future__ import annotations
 
 import os
-import queue
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-
-import xxhash
 
 from everstep.capture.arena import MEMFD, Arena
 from everstep.config import Every, Keep
 from everstep.errors import Damaged, KeeperLost
 from everstep.events import Degraded, Persisted, Rejected, Retired, Scavenged, Sink
-from everstep.image import CHUNK_BYTES
 from everstep.keeper import flush
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
@@ -38,7 +32,6 @@ from everstep.keeper.protocol import (
     Hello,
     Inherit,
     Inherited,
-    Lease,
     LeaseAnswer,
     Persist,
     Release,
@@ -48,31 +41,18 @@ from everstep.keeper.protocol import (
     find_runtime_folder,
     leave,
 )
+from everstep.keeper.session import Leases, Session, check_newest
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 
 _TICK_S = 0.05
 _LOG_TICK_S = 0.02  # between two looks at the rings
-_LEASE_TIMEOUT_S = 5.0
 _AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
 _AUTO_SHARE = 0.1  # and writing takes at most this share of the time
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
 _INLINE_PATIENCE_S = 30.0
 _MANY_NODES_STRIDE = 50
-
-
-@dataclass(slots=True)
-class Session:
-    hello: Hello
-    channel: Channel
-    watcher: int = -1  # a descriptor that becomes readable when the process ends
-    alive: bool = True
-    done: bool = False
-    arena: Arena | None = None
-    ring: Arena | None = None
-    outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
-    leased: set[int] = field(default_factory=set)
 
 
 class Keeper:
@@ -84,7 +64,7 @@ class Keeper:
         self._sessions: dict[int, Session] = {}
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
-        self._answers: queue.Queue[LeaseAnswer] = queue.Queue()
+        self._leases = Leases()
         self._generation = ""
         self._overtaken: list[Arena] = []  # of ranks that the present life no longer has
         self._wanted = -1  # a step that somebody waits for,
@@ -171,7 +151,7 @@ class Keeper:
                         session.outgrown.append(session.arena)
                     session.arena = arena
             case LeaseAnswer():
-                self._answers.put(message)
+                self._leases.answers.put(message)
             case Persist():
                 self._wanted = max(self._wanted, message.step)
                 if message.as_base:
@@ -248,16 +228,9 @@ class Keeper:
         session.alive = False
         self._idle_since = time.monotonic()
 
-    def _tell(self, session: Session, message: AnyMessage) -> None:
-        if session.alive:
-            try:
-                session.channel.send(message)
-            except KeeperLost:
-                session.alive = False
-
     def _tell_all(self, message: AnyMessage) -> None:
         for session in list(self._sessions.values()):
-            self._tell(session, message)
+            session.tell(message)
 
     # -- writing
 
@@ -338,7 +311,7 @@ class Keeper:
     def _flush(self, step: int) -> None:
         sessions = self._ready()
         began = time.monotonic()
-        leases = [(session, self._lease(session, step)) for session in sessions]
+        leases = [(session, self._leases.ask(session, step)) for session in sessions]
         try:
             if any(slot is None for _, slot in leases):
                 return
@@ -401,36 +374,12 @@ class Keeper:
         if self.durable_step > before:
             self._tell_all(self._durable())
 
-    def _lease(self, session: Session, step: int) -> int | None:
-        assert session.arena is not None
-        if not session.alive:
-            slot = session.arena.slot_of(step)
-        else:
-            while not self._answers.empty():
-                self._answers.get_nowait()  # late answers of an earlier question
-            self._tell(session, Lease(step=step))
-            slot = self._await_answer(session, step)
-        if slot is not None:
-            session.leased.add(slot)
-        return slot
-
     def _release(self, session: Session, slot: int) -> None:
         """To whoever holds that rank now: a lease may outlive the trainer that granted it."""
         current = self._sessions.get(session.hello.rank, session)
         session.leased.discard(slot)
         current.leased.discard(slot)
-        self._tell(current, Release(slot=slot))
-
-    def _await_answer(self, session: Session, step: int) -> int | None:
-        deadline = time.monotonic() + _LEASE_TIMEOUT_S
-        while session.alive and time.monotonic() < deadline:
-            try:
-                answer = self._answers.get(timeout=_TICK_S)
-            except queue.Empty:
-                continue
-            if answer.step == step:
-                return answer.slot
-        return None
+        current.tell(Release(slot=slot))
 
     # -- checking
 
@@ -494,17 +443,3 @@ class Keeper:
                 folder = Path(arena.place).parent
                 if arena.place != MEMFD and folder != find_runtime_folder(session.hello.run):
                     leave(folder)
-
-
-def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:
-    """Checksum the newest sealed slot if it has none yet. The trainer is not asked: a changed seal voids the work."""
-    seals = arena.seals()
-    slot = max(seals, key=lambda s: seals[s].sequence, default=None)
-    if slot is None or arena.checks(slot) is not None:
-        return
-    view, checksums = arena.image(slot), []
-    for at in range(0, len(view), CHUNK_BYTES):
-        checksums.append(xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]))
-        if stop() or arena.seals().get(slot) != seals[slot]:
-            return
-    arena.set_checks(slot, seals[slot].sequence, tuple(checksums))

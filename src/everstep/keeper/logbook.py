@@ -75,7 +75,7 @@ class Logbook:
         return len(following)
 
     def _begin(self, book: _Book, ring: Arena, hello: Hello, start: int) -> None:
-        """A segment of its own: the first one, after a gap, after a base, or after a file that cannot be gone on with."""
+        """A segment of its own: the first, after a gap, after a base, or after a file that cannot be gone on with."""
         header = bytes(ring.image(0)[: image.header_bytes(ring.image(0))])
         if xxhash.xxh3_64_intdigest(header) != ring.layout_digest:
             raise Damaged("the ring has lost its header", tier="memory", rank=ring.rank)

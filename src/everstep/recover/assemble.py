@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +88,9 @@ def tensor_in(data: memoryview, piece: Piece) -> Tensor:
     """A piece's bytes as the tensor that they are."""
     if not data:
         return torch.empty(piece.extent, dtype=TORCH_DTYPES[piece.dtype])
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]).view(piece.extent)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody here writes to it
+        return torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]).view(piece.extent)
 
 
 def _box(piece: Piece) -> tuple[slice, ...]:

@@ -36,7 +36,7 @@ class BadRecord(Exception):
 
 
 def fetch_chain(sources: Sources, plan: Plan, rank: int, *, copy: bool = False) -> Chain | None:
-    """All records of a plan, every byte of them checked; None if it has none. BadRecord at the first that is damaged."""
+    """All records of a plan, every byte of them checked; None if it has none. BadRecord at the first damaged one."""
     if not plan.records or plan.step is None or plan.base is None:
         return None
     images: dict[int, dict[int, RecordImage]] = {}

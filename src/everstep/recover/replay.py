@@ -250,7 +250,12 @@ class _Slabs:
         """Which rows of which parameters a rank replays for all; of those that cannot be sliced, all rows or none."""
         entries = [
             Entry(
-                name=self._names[id(p)], tensor=p, gate=self._index, at_cut=False, common=True, family=self._names[id(p)]
+                name=self._names[id(p)],
+                tensor=p,
+                gate=self._index,
+                at_cut=False,
+                common=True,
+                family=self._names[id(p)],
             )
             for p in _parameters(self._optimizer)
             if self._splits(p)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import torch
+
 from everstep import topology
 from everstep.capture.position import Feed
 from everstep.errors import Diverged, Mismatch
@@ -82,11 +84,14 @@ def _passed_over(found: Found, differing: list[str], emit: Sink) -> int:
 def _replay(found: Found, state: State, place: Topology, emit: Sink) -> int | None:
     assert found.chain is not None
     wanted, good, reason = found.latest.step, found.latest.step, "it diverged on another rank"
-    began = time.monotonic()
+    began, threads = time.monotonic(), torch.get_num_threads()
     try:
+        torch.set_num_threads(found.latest.extras["threads"])  # where a kernel cuts a tensor decides its last bits
         replay(state.subjects, found.chain.consumed, place)
     except Diverged as error:
         good, reason = max(error.proven or 0, found.base.step), str(error)
+    finally:
+        torch.set_num_threads(threads)
     good = min(int(answer) for answer in topology.exchange(str(good).encode(), place))
     if good < wanted:
         emit(Rejected(step=wanted, source="any", reason=reason))

@@ -238,7 +238,7 @@ class DiskTier:
         with self._failing(f"reading {name}"), path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return memoryview(b"")  # nothing cannot be mapped
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))  # writes would stay with us
+            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
     def size(self, name: str) -> int:
         return self._path(name).stat().st_size

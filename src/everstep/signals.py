@@ -1,0 +1,74 @@
+"""SIGTERM and SIGINT as a wish: the step is finished, saved, and the trainer leaves in good order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+_GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
+
+
+class Signals:
+    """Hears the signals of this process. `step_s`: how long a step takes. `is_leaving`: whether the wish is heard."""
+
+    def __init__(self, step_s: Callable[[], float], is_leaving: Callable[[], bool]) -> None:
+        self.received: int | None = None
+        self._step_s, self._is_leaving = step_s, is_leaving
+        self._pid = os.getpid()
+        self._over = False
+        self._old: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._catch()
+
+    def _catch(self) -> None:
+        hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(hear, True)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(hear,), name="everstep-signals", daemon=True).start()
+        self._old = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        ours, old = weakref.ref(self), self._old
+        os.register_at_fork(after_in_child=lambda: _let_be_a_child(ours(), old))
+
+    def _watch(self, hear: int) -> None:
+        """A trainer that hangs in a collective cannot finish its step: after a while it leaves without, losing nothing.
+
+        Python runs signal handlers between two of its own instructions, which a hanging trainer never reaches.
+        """
+        while number := os.read(hear, 1):
+            if number[0] == signal.SIGTERM:
+                deadline = time.monotonic() + max(_GRACE_S, _GRACE_STEPS * self._step_s())
+                while time.monotonic() < deadline and not self._over and not self._is_leaving():
+                    time.sleep(0.05)
+                if not self._over and not self._is_leaving():
+                    os._exit(128 + signal.SIGTERM)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked twice: do not wait for the step
+        self.received = number
+        name = signal.Signals(number).name
+        print(f"everstep: {name}: finishing the step, then saving and leaving", file=sys.stderr, flush=True)
+
+    def give_back(self) -> None:
+        """Signals are again what they were before."""
+        self._over = True
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        if self._old:
+            signal.set_wakeup_fd(-1)
+
+
+def _let_be_a_child(signals: Signals | None, old: Mapping[int, Any]) -> None:
+    """A forked child is not the trainer: SIGTERM ends it as ever, and the trainer does not hear of it."""
+    if signals is not None and not signals._over:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, old[signal.SIGTERM])
