@@ -76,6 +76,9 @@ class Recorder:
         self._versions = 0
         self.whole_since = resumed_from if resumed_from is not None else -1
         self.recorded_step: int | None = resumed_from
+        self.stall_s = self.copy_s = 0.0  # that all records have cost the loop; that the newest took to leave a device
+        self.update_s = 0.0  # that the optimizers took in the last step; of a device only the launching
+        self._update_s = self._began = 0.0
         for ring in left:
             ring.unseal_after(resumed_from)
         self._purity: Purity | None = Purity(subjects)
@@ -90,6 +93,11 @@ class Recorder:
         ]
 
     @property
+    def impure(self) -> str:
+        """Why no step of these optimizers can be repeated, if so."""
+        return self._impure
+
+    @property
     def record_bytes(self) -> int:
         return self._form.layout.total_bytes if self._form is not None else 0
 
@@ -98,13 +106,17 @@ class Recorder:
     def _before_step(self, index: int, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = self._form
         if form is not None and not self._gap:
+            began = time.perf_counter()
             self._gap = self._obstacle(index, form, args, kwargs)
             if not self._gap:
                 self._take_gradients(index, form)
+            self.stall_s += time.perf_counter() - began
         if self._purity is not None:
             self._purity.before(index, _call(self._subjects.optimizers[index], index))
+        self._began = time.perf_counter()
 
     def _after_step(self, index: int, *_: object) -> None:
+        self._update_s += time.perf_counter() - self._began
         if self._purity is not None:
             self._purity.after(index)
 
@@ -176,7 +188,15 @@ class Recorder:
 
     def cut(self, step: int, tree: dict[str, Any]) -> bool:
         """Complete the record of the step that has just been done; False if there is none."""
+        began = time.perf_counter()
+        try:
+            return self._cut(step, tree)
+        finally:
+            self.stall_s += time.perf_counter() - began
+
+    def _cut(self, step: int, tree: dict[str, Any]) -> bool:
         self._copier.raise_failure()
+        self.update_s, self._update_s = self._update_s, 0.0
         calls, self._calls = list(self._calls.values()), {}
         if self._purity is not None:
             self._look_at_purity()
@@ -249,6 +269,7 @@ class Recorder:
             flat = form.flats[slot]
             for lane in form.lanes.values():
                 lane.cut.synchronize()
+            began = time.perf_counter()
             with on_side(form.lanes):
                 for device, runs in form.runs.items():
                     for target, source in (pair for run in runs for pair in run.chunks(flat)):
@@ -270,7 +291,7 @@ class Recorder:
         form.ring.seal(slot, step=step, cut_time=cut_time, generation=self._generation)
         if self._settings.mode == "direct":
             form.ring.flush(slot)
-        self.recorded_step = step
+        self.recorded_step, self.copy_s = step, time.perf_counter() - began
 
     # -- making the form
 
@@ -326,12 +347,14 @@ class Recorder:
         self._attach(ring)
         return ring
 
-    def close(self) -> None:
+    def close(self) -> list[Arena]:
+        """Returns the rings, which somebody needs until a base is safe."""
         self._copier.wait()
         for handle in self._handles:
             handle.remove()
-        if self._form is not None and self._form.lanes:
-            unpin(self._form.flats)
+        self._give_up_form()
+        left, self._left = self._left, []
+        return left
 
 
 def _call(optimizer: Any, index: int) -> Call:

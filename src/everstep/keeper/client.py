@@ -24,6 +24,7 @@ from everstep.keeper.protocol import (
     Attach,
     Bye,
     Channel,
+    Detach,
     Durable,
     Hello,
     Inherit,
@@ -65,6 +66,7 @@ class KeeperClient:
         self._closing = False
         self._inline: threading.Thread | None = None
         self.durable_step = self.durable_base = -1
+        self.base_write_s = self.record_write_s = -1.0  # what the last ones took
         self.trouble = ""
         self.leased: tuple[int, ...] = ()
 
@@ -137,6 +139,10 @@ class KeeperClient:
         self._ring = ring
         self._send(Attach(place=ring.place), ring.descriptors)
 
+    def detach_ring(self) -> None:
+        self._ring = None
+        self._send(Detach())
+
     def persist(self, step: int, *, as_base: bool) -> None:
         self._send(Persist(step=step, as_base=as_base))
 
@@ -162,7 +168,7 @@ class KeeperClient:
             raise EverstepError(f"step {step} is not durable: {self.trouble}")
         return True
 
-    def _send(self, message: Attach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
+    def _send(self, message: Attach | Detach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
         try:
             if self._channel is not None:
                 self._channel.send(message, descriptors)
@@ -194,7 +200,8 @@ class KeeperClient:
                 answers.release(slot)
             case StopAt(step=step) if answers:
                 answers.stop_at(step)
-            case Durable(step=step, base=base):
+            case Durable(step=step, base=base, base_write_s=base_write_s, record_write_s=record_write_s):
+                self.base_write_s, self.record_write_s = base_write_s, record_write_s
                 with self._state:
                     self.durable_step = max(self.durable_step, step)
                     self.durable_base = max(self.durable_base, base)
