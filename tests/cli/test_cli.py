@@ -286,7 +286,17 @@ def test_nothing_to_restore_is_exit_code_3(cli: Cli, finished: Path, tmp_path: P
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("not a run")
     for place in ("nowhere", "empty", "file"):
-        for words in (["ls"], ["show"], ["status"], ["verify"], ["plan"], ["tune"], ["rm"], ["export"], ["gc", "--dry-run"]):
+        for words in (
+            ["ls"],
+            ["show"],
+            ["status"],
+            ["verify"],
+            ["plan"],
+            ["tune"],
+            ["rm"],
+            ["export"],
+            ["gc", "--dry-run"],
+        ):
             rest = {"rm": [1], "export": [tmp_path / "out"]}.get(words[0], [])
             said = cli(*words, tmp_path / place, *rest)
             assert said.code == 3, (words, place, said)
