@@ -12,20 +12,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from lives import live, must_finish, run_directory, tiny, train_tiny
+from lives import live, must_finish, run_directory, run_of, tiny, train_tiny
 from torch import nn
 
 import everstep
 from everstep import Disk
-from everstep.capture import steering
-from everstep.capture.arena import Arena, arena_root
+from everstep.capture import gradients, steering
+from everstep.capture.arena import Arena
 from everstep.capture.snapshot import Capture
 from everstep.errors import BadConfig
-from everstep.events import Chose, Degraded, Tuned, read_events
+from everstep.events import Chose, Degraded, Skipped, Tuned, read_events
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
+from everstep.store.disk import DiskTier
+from everstep.store.log import scan, segments
+from everstep.tune.controller import Measured
 
 COPY_S, COMPUTE_S = 0.04, 0.005
 
@@ -51,13 +55,23 @@ def auto(
     def each(run: everstep.Run) -> None:
         time.sleep(COMPUTE_S)
         now[0] = run.step
-        rings = len(list((arena_root(None) / run._run).glob("rank-*-log-*")))
-        seen.append((str(run.status()["strategy"]), rings))
+        seen.append((str(run.status()["strategy"]), len(rings_held())))
         at_step(run)
 
     Capture._copy = slowly  # type: ignore[method-assign]
     result = train_tiny(directory, each, steps=steps, strategy="auto", overhead_budget=0.3)
     return {**result, "seen": seen}
+
+
+def rings_held() -> list[str]:
+    """The rings whose memory this process, and a keeper inside it, still hold."""
+    held = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            held.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent.name)
+        except OSError:
+            continue  # closed in this moment
+    return [name for name in held if "-log-" in name]
 
 
 def undisturbed(steps: int = 60) -> str:
@@ -191,37 +205,88 @@ def test_nothing_gathers_for_longer_than_may_be_lost(directory: Path) -> None:
     assert groups.count(1) > 20, groups
 
 
+def unhurried_life(directory: Path, at_step: Callable[[everstep.Run], None]) -> dict[str, Any]:
+    """Records would wait for each other for seconds."""
+    gradients._MIN_SLOTS = 20  # type: ignore[attr-defined]
+
+    def each(run: everstep.Run) -> None:
+        time.sleep(0.25)
+        at_step(run)
+
+    return train_tiny(directory, each, steps=9, strategy="log", lose_at_most=1000, keeper="process", linger="1s")
+
+
+def newest_on_disk(directory: Path) -> int:
+    tier, run = DiskTier(directory), run_of(directory)
+    return max((scan(tier, start, 0, run).last for start in segments(tier)), default=-1)
+
+
 def test_whoever_waits_gets_a_flush_at_once(directory: Path) -> None:
-    waited: list[float] = []
+    waited: list[tuple[int, float]] = []
 
     def wait(run: everstep.Run) -> None:
-        if run.step in (11, 14, 17):  # one record behind the last group
-            began = time.monotonic()
+        if run.step == 6:
+            behind, began = run.step - newest_on_disk(directory), time.monotonic()
             run.wait("durable")
-            waited.append(time.monotonic() - began)
+            waited.append((behind, time.monotonic() - began))
 
-    def life() -> dict[str, Any]:
-        return logged_life(directory, 1000, wait) | {"waited": waited}
-
-    result = must_finish(life)
-    assert len(result["waited"]) == 3 and max(result["waited"]) < 0.3, result["waited"]
+    result = must_finish(lambda: unhurried_life(directory, wait) | {"waited": waited})
+    ((behind, took),) = result["waited"]
+    assert behind > 1, "nothing had gathered"
+    assert took < 1.0
 
 
 def test_when_the_trainer_is_gone_everything_is_flushed(directory: Path) -> None:
     def die(run: everstep.Run) -> None:
-        if run.step == 12:
+        if run.step == 6:
+            (directory.parent / "behind").write_text(str(run.step - newest_on_disk(directory)))
             os.kill(os.getpid(), signal.SIGKILL)
 
+    assert live(lambda: unhurried_life(directory, die)).killed
+    assert int((directory.parent / "behind").read_text()) > 1, "nothing had gathered"
+    deadline = time.monotonic() + 0.6
+    while newest_on_disk(directory) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert newest_on_disk(directory) == 6
+
+
+# -- a turn whose base came to nothing
+
+
+@pytest.mark.parametrize("way", ["log", "snapshot"])
+def test_a_turn_is_made_up_for_when_no_slot_was_free_for_its_base(directory: Path, way: str) -> None:
+    """Until a base is sealed nothing that follows it counts, and what came before is held."""
+    turn = 4 if way == "log" else 8
+
     def life() -> dict[str, Any]:
-        return train_tiny(directory, die, steps=20, strategy="log", lose_at_most=1000, keeper="process", linger="1s")
+        read, free = steering.Steering._read, Arena.free_slot
+        now = [0]
+
+        def made_up(self: steering.Steering, recorder: Any, *rest: Any) -> Measured:
+            seen = read(self, recorder, *rest)
+            return msgspec.structs.replace(
+                seen, step_s=0.1, base_stall_s=0.05 if now[0] < 7 else 0.0, record_stall_s=0.0
+            )
+
+        def die(run: everstep.Run) -> None:
+            run.wait("sealed")
+            now[0] = run.step
+            if run.step == turn + 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def full(self: Arena, *args: Any) -> int | None:
+            return None if now[0] == turn - 1 else free(self, *args)
+
+        steering.WINDOW = 4
+        steering.Steering._read = made_up  # type: ignore[method-assign]
+        Arena.free_slot = full  # type: ignore[method-assign]
+        return train_tiny(directory, die, steps=20, strategy="auto")
 
     assert live(life).killed
-    deadline = time.monotonic() + 20
-    run = json.loads((directory / "run.json").read_bytes())["run"]
-    while (arena_root(None) / run).exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not (arena_root(None) / run).exists(), "the keeper has not ended"
-    assert must_finish(lambda: train_tiny(directory, steps=20, strategy="log"))["resumed_from"] == 12
+    assert any(isinstance(e, Skipped) and e.step == turn for e in read_events(directory))
+    result = must_finish(lambda: train_tiny(directory, steps=20, strategy="snapshot"))
+    assert result["resumed_from"] == turn + 3
+    assert result["digest"] == undisturbed(20)
 
 
 # -- asking
