@@ -23,6 +23,8 @@ from torch import nn
 from everstep import topology
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
+from everstep.capture.compression import Compression
+from everstep.capture.compressor import Compressor
 from everstep.capture.copier import Copier
 from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
@@ -56,6 +58,7 @@ def guard(
     steps: int | None = None,
     lose_at_most: int | str = 1,
     strategy: Strategy = "auto",
+    compress: Compressor | None = None,
     tiers: list[Memory | Disk] | None = None,
     keep: int | Keep = 2,
     strict: bool = True,
@@ -82,6 +85,7 @@ def guard(
         schedulers=_stateful_list(scheduler, "scheduler"),
         scaler=scaler,
         extra=extra,
+        compressor=compress,
     )
     return Run(state, loader, chosen)
 
@@ -138,6 +142,8 @@ class Run:
             emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
             resumed_base=self._resumed_base, leased=set(self._keeper.leased),
         )  # fmt: skip
+        compressor = state.subjects.compressor
+        self._compression = Compression(state.subjects, compressor) if compressor is not None else None
         self._recorder = self._make_recorder(generation, rings) if chosen.strategy == "log" else None
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
@@ -174,13 +180,13 @@ class Run:
         for arena in (*sources.arenas, *sources.rings):
             if arena not in mine:
                 arena.close()
-        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind == "log"]
+        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind != "base"]
 
     def _make_recorder(self, generation: str, rings: list[Arena]) -> Recorder:
         recorder = Recorder(
             self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
-            generation=generation, emit=self._emit, attach=self._keeper.attach_ring, left=rings,
-            resumed_from=self.resumed_from,
+            generation=generation, emit=self._emit, attach=self._keeper.attach, left=rings,
+            resumed_from=self.resumed_from, compression=self._compression,
         )  # fmt: skip
         if self.resumed_from is not None:  # the chain goes on with the very next step
             shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
@@ -252,6 +258,8 @@ class Run:
         leaving = self._leaving()
         if leaving or self._is_due() or self.step == self.settings.steps:
             self._take()
+        if self._compression is not None:
+            self._compression.end_step()
         if leaving:
             self._leave()
 
@@ -364,6 +372,8 @@ class Run:
         self._closed = True
         if self._recorder is not None:
             self._recorder.close()
+        if self._compression is not None:
+            self._compression.close()
         self._capture.close()
         self._copier.close()
         self._keeper.close(final=final)

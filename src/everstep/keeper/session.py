@@ -27,6 +27,7 @@ class Session:
     done: bool = False
     arena: Arena | None = None
     ring: Arena | None = None
+    values: Arena | None = None
     outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
     leased: set[int] = field(default_factory=set)
 
