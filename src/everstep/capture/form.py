@@ -50,6 +50,7 @@ class Field:
 
     key: str
     name: str
+    shape: tuple[int, ...]  # of the whole array
     first: int
     count: int
     targets: list[Tensor]  # for every slot
@@ -174,7 +175,10 @@ def make_form(
         values=Values.on(record, small),
         heavy=heavy,
         consumers=[consumer(i) for i in range(len(subjects.optimizers))],
-        fields=[Field(key, name, s.first, s.rows, record.targets(s)) for (key, name), s in parts.items()],
+        fields=[
+            Field(key, name, tuple(s.entry.tensor.shape), s.first, s.rows, record.targets(s))
+            for (key, name), s in parts.items()
+        ],
         buffers={key: list(map(id, parameters)) for key, (parameters, _) in packed.items()},
         digest=record.targets(digest),
         shares=shape.shares,

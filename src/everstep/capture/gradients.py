@@ -150,14 +150,13 @@ class Recorder:
             self._is_packed = False
             self._give_up_form()
             return "gradients are changed after they were compressed, so their log is dense"
-        for item in form.fields:
-            value = found[item.key][1][item.name]
-            target = item.targets[self._slot]
-            part = value.narrow(0, item.first, item.count) if value.dim() else value
-            if part.shape != target.shape:
-                self._give_up_form()
-                return "gradients are packed into another number of bytes than before"
-            target.copy_(part)
+        arrays = [found[item.key][1][item.name] for item in form.fields]
+        if any(tuple(array.shape) != item.shape for array, item in zip(arrays, form.fields, strict=True)):
+            self._give_up_form()
+            return "gradients are packed into another number of bytes than before"
+        for array, item in zip(arrays, form.fields, strict=True):
+            part = array.narrow(0, item.first, item.count) if array.dim() else array
+            item.targets[self._slot].copy_(part)
         return ""
 
     def _take_gradients(self, index: int, form: Form) -> None:
