@@ -8,9 +8,9 @@ types errors events config image topology signals
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
-capture/        what the optimizers consumed            digest update purity form gradients
+capture/        what the optimizers consumed            digest update purity sheet form gradients
 capture/        what it costs, and which way to go on   steering
-capture/        and smaller, if training wants it so    compressor powersgd compress
+capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
 keeper/         out of the trainer's way                protocol session flush logbook pace scavenge keeper process
 keeper/         and its end in the trainer              client

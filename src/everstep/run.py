@@ -23,6 +23,8 @@ from torch import nn
 from everstep import topology
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
+from everstep.capture.compression import Compression
+from everstep.capture.compressor import Compressor
 from everstep.capture.copier import Copier
 from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
@@ -56,6 +58,7 @@ def guard(
     lose_at_most: int | str = 1,
     overhead_budget: float = 0.03,
     strategy: Strategy = "auto",
+    compress: Compressor | None = None,
     tiers: list[Memory | Disk] | None = None,
     keep: int | Keep = 2,
     strict: bool = True,
@@ -84,6 +87,7 @@ def guard(
         schedulers=stateful_list(scheduler, "scheduler"),
         scaler=scaler,
         extra=extra,
+        compressor=compress,
     )
     return Run(state, loader, chosen)
 
@@ -125,11 +129,12 @@ class Run:
             emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
             resumed_base=self._resumed_base, leased=set(self._keeper.leased),
         )  # fmt: skip
-        logged = chosen.strategy == "auto" and self._resumed_base != self.resumed_from  # the past was a log: go on so
         self._steering = Steering(
             state.subjects, self._capture, chosen, self._place, self._emit,
-            now="log" if chosen.strategy == "log" or logged else "snapshot",
+            had_log=self._resumed_base != self.resumed_from,
         )  # fmt: skip
+        compressor = state.subjects.compressor
+        self._compression = Compression(state.subjects, compressor) if compressor is not None else None
         self._recorder = self._begin_log(rings)
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
@@ -166,7 +171,7 @@ class Run:
         for arena in (*sources.arenas, *sources.rings):
             if arena not in mine:
                 arena.close()
-        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind == "log"]
+        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind != "base"]
 
     def _begin_log(self, rings: list[Arena]) -> Recorder | None:
         """The rings of an earlier life are gone on with, or held until bases have taken their place."""
@@ -184,8 +189,8 @@ class Run:
     def _make_recorder(self, rings: list[Arena], since: int | None) -> Recorder:
         return Recorder(
             self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
-            generation=self._generation, emit=self._emit, attach=self._keeper.attach_ring, left=rings,
-            resumed_from=since,
+            generation=self._generation, emit=self._emit, attach=self._keeper.attach, left=rings, resumed_from=since,
+            compression=self._compression,
         )  # fmt: skip
 
     def _restore(self) -> str:
@@ -254,6 +259,8 @@ class Run:
         leaving, turned = self._leaving(), self._steer()
         if not turned and (leaving or self._is_due() or self.step == self.settings.steps):
             self._take()
+        if self._compression is not None:
+            self._compression.end_step()
         if leaving:
             self._leave()
 
@@ -292,7 +299,7 @@ class Run:
         self._take(base=True)
         if self._recorder is not None:
             self._capture.leave_behind(self._recorder.close())
-            keeper.detach_ring()
+            keeper.detach_rings()
             self._recorder = None
         else:
             self._recorder = self._make_recorder([], self.step)
@@ -351,9 +358,7 @@ class Run:
             "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
             "arena": arena.place if arena is not None else None,
             "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
-            "strategy": self._steering.strategy,
-            "reason": self._steering.reason,
-            "steps_per_base": self._steering.steps_per_base if self._recorder is not None else None,
+            **self._steering.status(),
             "stall_s": self._capture.stall_s,
             "trouble": self._keeper.trouble,
         }
@@ -384,6 +389,8 @@ class Run:
         self._closed = True
         if self._recorder is not None:
             self._recorder.close()
+        if self._compression is not None:
+            self._compression.close()
         self._capture.close()
         self._copier.close()
         self._keeper.close(final=final)

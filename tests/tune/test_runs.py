@@ -173,8 +173,8 @@ def logged_life(
     groups: list[int] = []
     take = Logbook.take
 
-    def counted(self: Logbook, ring: Arena, hello: Hello) -> int:
-        count = take(self, ring, hello)
+    def counted(self: Logbook, ring: Arena, hello: Hello, **how: bool) -> int:
+        count = take(self, ring, hello, **how)
         groups.extend([count] if count else [])
         return count
 

@@ -30,13 +30,15 @@ _HIDES = 0.9  # forward and backward, of a step: what copies have before an upda
 
 class Steering:
     def __init__(
-        self, subjects: Subjects, capture: Capture, settings: Settings, topology: Topology, emit: Sink, *, now: Way
+        self, subjects: Subjects, capture: Capture, settings: Settings, topology: Topology, emit: Sink, *, had_log: bool
     ) -> None:
+        """`had_log`: the past was restored from a log; then "auto" goes on with it, and else begins with bases."""
         self._subjects, self._capture, self._settings = subjects, capture, settings
         self._topology, self._emit = topology, emit
+        logs = settings.strategy == "log" or (settings.strategy == "auto" and had_log)
         self._controller = Controller(
-            now=now, may_choose=settings.strategy == "auto" and settings.mode != "disk", capture=settings.capture,
-            durable=settings.disk.cadence, budget=settings.overhead_budget,
+            now="log" if logs else "snapshot", may_choose=settings.strategy == "auto" and settings.mode != "disk",
+            capture=settings.capture, durable=settings.disk.cadence, budget=settings.overhead_budget,
         )  # fmt: skip
         self._told_interval: int | None = None
         self._told_strategy: Way | None = None
@@ -66,12 +68,15 @@ class Steering:
         return self._controller.strategy
 
     @property
-    def reason(self) -> str:
-        return self._controller.choice.reason
-
-    @property
     def steps_per_base(self) -> int:
         return self._controller.steps_per_base
+
+    def status(self) -> dict[str, object]:
+        return {
+            "strategy": self.strategy,
+            "reason": self._controller.choice.reason,
+            "steps_per_base": self.steps_per_base if self.strategy == "log" else None,
+        }
 
     def decide(self, step: int, recorder: Recorder | None, base_write_s: float, record_write_s: float) -> bool:
         """Once in a while, look at what it has cost; True if it is time for a turn."""
@@ -128,10 +133,13 @@ class Steering:
         return measured
 
     def _estimate(self, base_bytes: int) -> int:
-        """A record is about as large as what the optimizers update."""
+        """A record is about as large as what the optimizers update, or what the compressor makes of it."""
         shape = self._capture.shape
         if shape is None:
             return 0
+        packed = self._subjects.compressor.packed if self._subjects.compressor is not None else {}
+        if packed:
+            return sum(array.nbytes for _, arrays in packed.values() for array in arrays.values())
         updated = sum(p.nbytes for o in self._subjects.optimizers for p in parameters_of(o) if p.requires_grad)
         whole = sum(entry.tensor.nbytes for entry in shape.listing.entries)
         return int(base_bytes * updated / max(whole, 1))

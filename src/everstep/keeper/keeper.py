@@ -147,7 +147,7 @@ class Keeper:
             case Attach() if session is not None:
                 arena = Arena(descriptors[0], descriptors[1:], message.place)
                 arena.populate()
-                if arena.kind == "log":
+                if arena.kind != "base":
                     self._take_in(session, arena)
                     return
                 with self._lock:
@@ -169,7 +169,12 @@ class Keeper:
             case StopAt():
                 self._tell_all(message)
             case Inherit():
-                held = [a for s in self._sessions.values() for a in (*s.outgrown, s.arena, s.ring) if a is not None]
+                held = [
+                    a
+                    for s in self._sessions.values()
+                    for a in (*s.outgrown, s.arena, s.ring, s.values)
+                    if a is not None
+                ]
                 held = [a for a in held if a.place == MEMFD]
                 counts = tuple(len(arena.descriptors) for arena in held)
                 channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
@@ -187,14 +192,8 @@ class Keeper:
         )  # fmt: skip
 
     def _take_in(self, session: Session, ring: Arena | None) -> None:
-        """A ring follows another, or none: what is left in that one goes to the disk first."""
         with self._writing_log:
-            before, session.ring, session.ring_is_spent = session.ring, ring, False
-            if before is not None:
-                try:
-                    self._logbook.take(before, session.hello)
-                finally:
-                    before.close()
+            session.take_in(ring, self._logbook)
 
     def _let_go_rings(self) -> None:
         """A ring that nothing is recorded into any more is needed until all ranks have a base that is as new."""
@@ -212,7 +211,8 @@ class Keeper:
             if earlier is not None:
                 self._lose(earlier)
                 session.arena, session.leased, session.outgrown = earlier.arena, earlier.leased, earlier.outgrown
-                session.ring, session.ring_is_spent = earlier.ring, earlier.ring_is_spent
+                session.ring, session.values = earlier.ring, earlier.values
+                session.ring_is_spent = earlier.ring_is_spent
             with self._writing_log:
                 self._logbook.open(hello)
             self._sessions[hello.rank] = session
@@ -371,12 +371,14 @@ class Keeper:
                 self._tell_all(Trouble(reason=str(error)))
 
     def _take_records(self) -> None:
-        before = self.durable_step
-        for session in list(self._sessions.values()):
+        before, sessions = self.durable_step, list(self._sessions.values())
+        is_urgent = self._wanted > before or not any(session.alive for session in sessions)
+        for session in sessions:
             with self._writing_log:
                 if session.ring is not None:
-                    at_once = self._wanted > before or session.ring_is_spent or not session.alive
-                    self._pace.take(session.ring, session.hello, now=at_once)
+                    self._pace.take(session.ring, session.hello, is_urgent=is_urgent or session.ring_is_spent)
+        with self._writing_log:
+            self._logbook.save_values([(s.values, s.hello) for s in sessions if s.values is not None])
         if self.durable_step > before:
             self._tell_all(self._durable())
 
@@ -435,7 +437,7 @@ class Keeper:
         if not ready or (newest is not None and newest > self._durable_base):
             return
         for session in ready:
-            for arena in (session.arena, session.ring):
+            for arena in (session.arena, session.ring, session.values):
                 if arena is None or (arena is session.ring and self._logbook.is_behind(arena)):
                     continue
                 arena.remove()

@@ -24,12 +24,12 @@ class Pace:
         self._told: int | None = None
         self.flush_s = -1.0  # that an append and its flush take; -1: not known yet
 
-    def take(self, ring: Arena, hello: Hello, *, now: bool) -> int:
-        """Write what has gathered if it is time to, or if it must be now; returns how many records that were."""
-        if not now and not self._is_due(ring, hello):
+    def take(self, ring: Arena, hello: Hello, *, is_urgent: bool) -> int:
+        """Write what has gathered if it is time to, or urgent; returns how many records that were."""
+        if not is_urgent and not self._is_due(ring, hello):
             return 0
         began = time.monotonic()
-        count = self._logbook.take(ring, hello)
+        count = self._logbook.take(ring, hello, is_urgent=is_urgent)
         if count:
             took = time.monotonic() - began
             self.flush_s = took if self.flush_s < 0 else (1 - _WEIGHT) * self.flush_s + _WEIGHT * took

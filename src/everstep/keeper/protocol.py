@@ -59,7 +59,7 @@ class Attach(Message, frozen=True, kw_only=True):
 
 
 class Detach(Message, frozen=True, kw_only=True):
-    """There are no more records; the ring is needed until bases have taken its place."""
+    """There are no more records; the rings are needed until bases have taken their place."""
 
 
 class LeaseAnswer(Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import xxhash
 from everstep.capture.arena import Arena
 from everstep.errors import KeeperLost
 from everstep.image import CHUNK_BYTES
+from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer
 
 _LEASE_TIMEOUT_S = 5.0
@@ -28,7 +29,8 @@ class Session:
     done: bool = False
     arena: Arena | None = None
     ring: Arena | None = None
-    ring_is_spent: bool = False  # nothing is recorded into it any more
+    values: Arena | None = None
+    ring_is_spent: bool = False  # nothing is recorded any more
     outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
     leased: set[int] = field(default_factory=set)
 
@@ -38,6 +40,22 @@ class Session:
                 self.channel.send(message)
             except KeeperLost:
                 self.alive = False
+
+    def take_in(self, ring: Arena | None, logbook: Logbook) -> None:
+        """A ring follows another, or none: what is left in that one goes to the disk first."""
+        if ring is not None and ring.kind == "values":
+            self.values = ring
+            return
+        before, self.ring, self.ring_is_spent = self.ring, ring, False
+        try:
+            if before is not None:
+                logbook.take(before, self.hello)
+        finally:
+            if before is not None:
+                before.close()
+            if ring is None and self.values is not None:
+                self.values.close()
+                self.values = None
 
     def let_go_outgrown(self, lock: threading.Lock) -> None:
         """An arena that its state outgrew is needed until its successor has a seal, and again if there never is one."""
