@@ -42,7 +42,7 @@ def directory() -> Iterator[Path]:
 
 
 def auto(
-    directory: Path, *, slow: range, steps: int = 60, at_step: Callable[[everstep.Run], None] = lambda run: None
+    directory: Path, *, slow: range, steps: int = 150, at_step: Callable[[everstep.Run], None] = lambda run: None
 ) -> dict[str, Any]:
     """One life whose copies of bases are slow in some steps; run in a child, which is patched."""
     steering.WINDOW, copy = 5, Capture._copy
@@ -60,7 +60,7 @@ def auto(
         at_step(run)
 
     Capture._copy = slowly  # type: ignore[method-assign]
-    result = train_tiny(directory, each, steps=steps, strategy="auto", overhead_budget=0.3)
+    result = train_tiny(directory, each, steps=steps, strategy="auto", overhead_budget=0.6)
     return {**result, "seen": seen}
 
 
@@ -75,7 +75,7 @@ def rings_held() -> list[str]:
     return [name for name in held if "-log-" in name]
 
 
-def undisturbed(steps: int = 60) -> str:
+def undisturbed(steps: int = 150) -> str:
     with run_directory() as path:
         return str(must_finish(lambda: train_tiny(path, steps=steps, strategy="snapshot"))["digest"])
 
@@ -86,7 +86,7 @@ def test_copies_that_become_slow_turn_the_run_to_a_log_and_back_when_they_are_fa
     ways = [event.strategy for event in chosen]
     assert ways[-2:] == ["log", "snapshot"], chosen
     assert "bases cost" in chosen[-1].reason
-    assert chosen[-2].inputs["overhead_of_bases"] > 0.3 > chosen[-2].inputs["overhead_of_log"]
+    assert chosen[-2].inputs["overhead_of_bases"] > 0.6 > chosen[-2].inputs["overhead_of_log"]
     assert ["log", 1] in result["seen"] and result["seen"][-1] == ["snapshot", 0], "the ring stays"
     assert result["digest"] == undisturbed()
 
