@@ -6,7 +6,7 @@ archive.py      open(), Archive: the door for people and tools who read
 types errors events config image topology signals
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
-capture/        what the optimizers consumed            digest update purity sheet form gradients
+capture/        what the optimizers consumed            digest update purity sheet form tap gradients
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
 keeper/         out of the trainer's way                protocol session flush logbook scavenge keeper process client

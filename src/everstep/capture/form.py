@@ -35,6 +35,7 @@ class Consumer:
 
     parameters: list[list[Tensor]]
     names: list[list[str]]
+    shares: list[list[Share]]
     cuts: list[dict[int, Share]]  # those of which this rank has only some rows
     targets: list[list[list[Tensor]]]  # slot -> list -> tensors
     members: list[int]  # the optimizer's parameters, by id
@@ -161,6 +162,7 @@ def make_form(
         return Consumer(
             parameters=[[s.entry.tensor for s in one] for one in lists],
             names=[[s.entry.family for s in one] for one in lists],
+            shares=lists,
             cuts=[{i: s for i, s in enumerate(one) if s.bytes != s.entry.tensor.nbytes} for one in lists],
             targets=[[[targets[slot] for targets in one] for one in found] for slot in range(len(record.flats))],
             members=list(map(id, members)),
