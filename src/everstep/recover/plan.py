@@ -104,7 +104,7 @@ class _Log:
         ]
 
     def without_base(self) -> list[Rejection]:
-        """Why no record is of use. A crash before the first base was durable looks the same as the loss of all bases."""
+        """Why no record is of use. That all bases were lost looks like a crash before the first was durable."""
         return [
             Rejection(step=step, source="any", reason="its records have no base to go on from", certain=False)
             for step in (max(self._of, default=None),)
