@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from everstep.capture.arena import Arena, Live
 from everstep.config import Keep
 from everstep.errors import BadConfig, Damaged, EverstepError, NothingToRestore
@@ -21,7 +23,7 @@ from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import RUN_RECORD, committed_steps, read_commit, read_part, run_name
 from everstep.topology import process_alive
-from everstep.types import Commit, Exposure, Holding, Part, Plan, Source, Survey
+from everstep.types import Commit, Exposure, Holding, Part, Plan, Records, Source, Survey
 
 if TYPE_CHECKING:
     from everstep.recover.assemble import Checkpoint
@@ -95,23 +97,29 @@ class Archive:
         """
         with self._sources() as sources:
             survey = sources.survey()
-            known = {"memory", "disk", *(h.node for h in survey.holdings)}
+            known = {"memory", "disk", *(h.node for h in (*survey.holdings, *survey.records))}
             for name in lost:
                 if name not in known:
                     raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
             for holding in survey.holdings:
                 if holding.source in lost or holding.node in lost:
                     survey = without(survey, holding, f"{holding.source} is taken to be lost")
+            kept = tuple(r for r in survey.records if r.source not in lost and r.node not in lost)
+            survey = msgspec.structs.replace(survey, records=kept)
             nodes = {h.node for h in survey.holdings}
             is_training = any(process_alive(arena.pid) for arena in sources.arenas)
             while True:
                 plan = make_plan(survey, nodes)
                 looked_at = [(h, _verify(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
-                bad = [(holding, finding.problem) for holding, finding in looked_at if finding.problem]
+                bad: list[tuple[Holding | Records, str]] = [
+                    (h, found.problem) for h, found in looked_at if found.problem
+                ]
+                followed = [r for r in plan.records if r.source == "disk" or not is_training]
+                bad += [pair for one in followed if (pair := _bad_record(sources, one)) is not None]
                 if not bad:
                     return plan
-                for holding, problem in bad:
-                    survey = without(survey, holding, problem)
+                for what, problem in bad:
+                    survey = without(survey, what, problem)
 
     def manifest(self, step: int | None = None) -> tuple[Commit, list[Part]]:
         """The records of a step on disk, by default of the newest."""
@@ -248,6 +256,16 @@ def _done_by_all(arenas: list[Arena]) -> Live | None:
         if arena.rank not in newest or state.step > newest[arena.rank].step:
             newest[arena.rank] = state
     return min(newest.values(), key=lambda state: state.step, default=None)
+
+
+def _bad_record(sources: Sources, records: Records) -> tuple[Records, str] | None:
+    """The first of some records that cannot be read, and why."""
+    for step in range(records.first, records.last + 1):
+        try:
+            sources.record(records, step)
+        except (EverstepError, OSError) as error:
+            return msgspec.structs.replace(records, first=step, last=step), str(error)
+    return None
 
 
 def _verify(sources: Sources, holding: Holding) -> Finding:

@@ -145,6 +145,8 @@ class Run:
         compressor = state.subjects.compressor
         self._compression = Compression(state.subjects, compressor) if compressor is not None else None
         self._recorder = self._make_recorder(generation, rings) if chosen.strategy == "log" else None
+        if self._recorder is None:
+            self._leave_behind(rings)
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
         )
@@ -192,6 +194,12 @@ class Run:
             shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
             self._capture.leave_behind(recorder.prepare(shape))
         return recorder
+
+    def _leave_behind(self, rings: list[Arena]) -> None:
+        """Records of an earlier life that had a log: needed until this one has a base, and never to be followed."""
+        for ring in rings:
+            ring.unseal_after(self.resumed_from)
+        self._capture.leave_behind(rings)
 
     def _restore(self) -> str:
         with self._sources() as sources:

@@ -54,6 +54,7 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     newest = best[0] if best is not None and best[0] not in suspects else -1
     rejections += [r for r in incomplete if r.step > newest]
     if best is None:
+        rejections += log.without_base()
         return Plan(step=None, world=0, parts=(), rejections=_in_order(rejections))
     step, key = best
     rejections += log.beyond(max(step, log.reach(key[0])))
@@ -117,6 +118,14 @@ class _Log:
             return []
         return [
             Rejection(step=max(newer), source="any", reason=f"{self._missing(step + 1) or 'no base'} to go on from")
+        ]
+
+    def without_base(self) -> list[Rejection]:
+        """Why no record is of use. That all bases were lost looks like a crash before the first was durable."""
+        return [
+            Rejection(step=step, source="any", reason="its records have no base to go on from", certain=False)
+            for step in (max(self._of, default=None),)
+            if step is not None
         ]
 
     def runs(self, base: int, step: int) -> tuple[Records, ...]:
