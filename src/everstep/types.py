@@ -84,6 +84,7 @@ class ImageInfo(Noun, frozen=True, kw_only=True):
     aliases: dict[str, str] = {}  # second names of tied tensors
     on_host: tuple[str, ...] = ()  # optimizer state that lies on the host though its parameter does not
     optimizers: tuple[OptimizerInfo, ...] = ()
+    devices: tuple[str, ...] = ()  # of a record: the kinds of device that its updates ran on
 
 
 class Part(Noun, frozen=True, kw_only=True):

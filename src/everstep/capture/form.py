@@ -79,8 +79,9 @@ def make_form(
     everything = [*gradients, *named.values(), *in_cut, digest]
     everything.sort(key=lambda s: str(s.entry.tensor.device))
     info = ImageInfo(
-        format=FORMAT, run=run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos()
-    )
+        format=FORMAT, run=run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
+        devices=tuple(sorted({device.type for device in devices})),
+    )  # fmt: skip
     layout = lay_out([s.wanted() for s in everything], info, shape.layout.extras_bytes)
     found, base = {piece.name: piece for piece in layout.pieces}, len(layout.header)
     runs = make_runs([s for s in everything if s.entry.tensor.is_cuda], found, base)

@@ -15,12 +15,14 @@ from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Sink
 from everstep.keeper import flush
-from everstep.keeper.protocol import OWNER_NOTE, connect, find_runtime_folder, leave
+from everstep.keeper.logbook import Logbook
+from everstep.keeper.protocol import OWNER_NOTE, Hello, connect, find_runtime_folder, leave
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, run_name
 from everstep.topology import process_alive
 
 _NEWBORN_S = 60.0
+_NOTHING_PASSED_OVER = 10**10  # no step is as new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ def whole_steps(arenas: list[Arena]) -> list[tuple[int, list[tuple[Arena, int]]]
     A rank may have two arenas: one that its state outgrew, and its successor that has nothing sealed yet.
     """
     found: dict[tuple[int, str, int], dict[int, tuple[Arena, int]]] = {}
-    for arena in arenas:
+    for arena in (arena for arena in arenas if arena.kind == "base"):
         for slot, seal in sorted(arena.seals().items(), key=lambda item: item[1].sequence):
             found.setdefault((seal.step, seal.generation, arena.world), {})[arena.rank] = (arena, slot)
     whole = [(key[0], places) for key, places in found.items() if len(places) == key[2]]
@@ -66,6 +68,31 @@ def scavenge(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
     if problem is not None and durable is None:
         raise problem
     return durable
+
+
+def unwritten(arenas: list[Arena], durable: int) -> list[Arena]:
+    """The rings with records that are in no log and that no base has overtaken, oldest records first."""
+    newest = {arena.place: max((s.step for s in arena.seals().values()), default=-1) for arena in arenas}
+    rings = [a for a in arenas if a.kind == "log" and newest[a.place] > max(durable, a.taken())]
+    return sorted(rings, key=lambda ring: newest[ring.place])
+
+
+def take_records(tier: DiskTier, rings: list[Arena], run: str, base: int) -> int:
+    """Write what rings hold to the log, as their keeper would have; returns the newest step that this leads to."""
+    logbook = Logbook(tier, lambda event: None)
+    hellos = [
+        Hello(
+            rank=rank, world=rings[0].world, local=rings[0].world, pid=0, run=run, directory=str(tier.root),
+            generation="", resumed_from=_NOTHING_PASSED_OVER, every_steps=None, every_s=None, every_capture=False,
+            keep_last=1, keep_every=None, linger_s=0.0, torch="",
+        )
+        for rank in range(rings[0].world)
+    ]  # fmt: skip
+    for hello in hellos:
+        logbook.open(hello)
+    for ring in rings:
+        logbook.take(ring, hellos[ring.rank])
+    return logbook.reach(base)
 
 
 def _persist(tier: DiskTier, step: int, slots: list[tuple[Arena, int]]) -> None:
@@ -135,12 +162,14 @@ def _look(folder: Path) -> Left:
         whole = whole_steps(arenas)
         if _is_used(folder, arenas):
             state = "in use"
-        elif not whole:
+        elif not whole and not unwritten(arenas, -1):
             state = "spent"
         elif owner is None:
             state = "orphaned"
         else:
-            newest, durable = whole[0][0], next(flush.sound_steps(DiskTier(owner), folder.name), -1)
+            durable = next(flush.sound_steps(DiskTier(owner), folder.name), -1)
+            held = [seal.step for ring in unwritten(arenas, durable) for seal in ring.seals().values()]
+            newest = max(held + [step for step, _ in whole[:1]], default=-1)
             state = "spent" if newest <= durable else f"holding step {newest}"
     except (EverstepError, OSError) as error:
         state = f"unclear: {error}"
@@ -156,10 +185,15 @@ def give_back(left: Left, memory_path: str | None = None) -> str:
     if _is_used(folder, arenas):
         return "kept: in use"
     done = "removed"
-    if left.state.startswith("unclear") and whole_steps(arenas):
+    holds = bool(whole_steps(arenas) or unwritten(arenas, -1))
+    if left.state.startswith("unclear") and holds:
         return f"kept: {left.state}"
-    if left.directory is not None and whole_steps(arenas):
-        step = scavenge(DiskTier(left.directory), arenas, left.run)
+    if left.directory is not None and holds:
+        tier = DiskTier(left.directory)
+        step = scavenge(tier, arenas, left.run)
+        rings = unwritten(arenas, -1 if step is None else step)
+        if step is not None and rings:
+            step = take_records(tier, rings, left.run, step)
         done = f"step {step} is on disk; removed"
     for arena in arenas:
         arena.close()
