@@ -149,7 +149,8 @@ def check_chain(sources: Sources, survey: Survey, plan: Plan) -> Finding:
     from everstep.recover.rebuild import NeedsProgram, differs_from, rebuild
 
     assert plan.step is not None and plan.base is not None
-    source: Source = "memory" if any(one.source == "memory" for one in (*plan.parts, *plan.records)) else "disk"
+    read_from = {part.source for part in plan.parts} | {one.source for one in plan.records}
+    source: Source = "memory" if "memory" in read_from else "disk"
     size = sum(one.bytes * (one.last - one.first + 1) for one in plan.records)
 
     def finding(problem: str = "", note: str = "") -> Finding:
