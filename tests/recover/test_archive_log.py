@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from lives import digest
+import torch.distributed as dist
+from lives import digest, forget_memory, run_directory
 from logged import END, Make, adamw, alive, damage, forge, own, past, sgd
+from torch import nn
 
 import everstep
+from everstep import Disk
 from everstep.capture import form, gradients
 from everstep.errors import BadConfig, Damaged, Diverged, EverstepError, NothingToRestore, ReplayedElsewhere
 from everstep.store.disk import DiskTier
@@ -209,6 +215,57 @@ def test_removing_a_base_in_the_middle_loses_nothing(copy: Path, run: Path, tmp_
     assert_as_it_was(copy, END, run, tmp_path)
 
 
-def test_private_values_are_those_of_the_rank_that_is_asked_for(run: Path) -> None:
-    with pytest.raises(BadConfig, match="rank must be from 0 to 0"):
-        everstep.open(run).load(END, rank=1)
+# -- of two ranks
+
+
+def as_rank(rank: int, directory: Path) -> None:
+    """Parameters are common, what the batches leave in the buffers is this rank's own."""
+    store = dist.FileStore(str(directory.parent / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)), broadcast_buffers=False
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = everstep.guard(model, optimizer, dir=directory, strategy="log", keeper="inline", tiers=[Disk(every=100)])
+    torch.manual_seed(rank)
+    while run.step < 6:
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.done()
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, directory.parent / f"{run.step}-of-{rank}.pt")
+        run.wait()
+        dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_records_of_two_ranks_give_what_they_had_in_common_and_what_each_had_alone(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with run_directory() as directory:
+        ranks = [context.Process(target=as_rank, args=(rank, directory)) for rank in range(2)]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join(60)
+            one.kill()
+        forget_memory(directory)
+        archive = everstep.open(directory)
+        assert archive.steps() == list(range(1, 7))
+        for step in archive.steps():
+            for rank in range(2):
+                lived = torch.load(directory.parent / f"{step}-of-{rank}.pt", weights_only=True)
+                found = archive.load(step, rank=rank)
+                assert digest({name: found[f"model.{name}"] for name in lived["model"]}) == digest(lived["model"])
+            archive.export(tmp_path / f"{step}", step, format="torch")
+            optimizer = torch.load(tmp_path / f"{step}", weights_only=True)["optimizer"]
+            assert digest(optimizer) == digest(lived["optimizer"])
+        assert not any(finding.problem for finding in archive.verify(replay=True))
+        with pytest.raises(BadConfig, match="rank must be from 0 to 1"):
+            archive.load(6, rank=2)
+        log = directory / archive.log(4)[0][1].file
+        assert log.name == "rank-00001.log"
+        log.unlink()
+        with pytest.raises(Damaged, match="no record of rank 1 of step 2"):
+            archive.load(4)
