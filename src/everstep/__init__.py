@@ -13,6 +13,7 @@ keeper/         out of the trainer's way                protocol session flush l
 # the road home: a byte returns
 recover/        back to the same step on every rank     survey plan assemble chain state load
 recover/        by repeating what followed a base       gather replay resume export
+recover/        for people and tools who read          reach audit records rebuild
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 cli/            one file a command

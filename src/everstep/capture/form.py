@@ -145,7 +145,7 @@ def make_form(
         codec = Codec(kind=type(compressor).__name__, buffers={k: _buffer(p, names) for k, (p, _) in packed.items()})
     info = ImageInfo(
         format=FORMAT, run=run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
-        codec=codec, has_values=bool(large),
+        codec=codec, has_values=bool(large), devices=tuple(sorted({device.type for device in devices})),
     )  # fmt: skip
     layout = lay_out_sheet(everything, info, shape.layout.extras_bytes)
     record = Sheet.make(everything, layout, arena_for(layout, "log"))

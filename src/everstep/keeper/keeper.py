@@ -386,7 +386,8 @@ class Keeper:
                 if session.ring is not None:
                     self._logbook.take(session.ring, is_urgent=is_urgent)
         with self._writing_log:
-            self._logbook.save_values([(s.values, s.hello) for s in sessions if s.values is not None])
+            found = [session.values for session in sessions if session.values is not None]
+            self._logbook.save_values(found, torch_version=sessions[0].hello.torch if sessions else "")
         if self.durable_step > before:
             self._tell_all(self._durable())
 

@@ -143,20 +143,20 @@ class Logbook:
             return last
         return self._values_step if base <= self._values_step <= last else base
 
-    def save_values(self, found: list[tuple[Arena, Hello]]) -> None:
+    def save_values(self, found: list[Arena], *, torch_version: str) -> None:
         """Make the newest step that all records here have reached one that can be stopped at."""
-        if not found or not all(self._books[arena.rank].has_values for arena, _ in found):
+        if not found or not all(a.rank in self._books and self._books[a.rank].has_values for a in found):
             return
         reached = min(book.last for book in self._books.values())
-        sealed = set.intersection(*({seal.step for seal in arena.seals().values()} for arena, _ in found))
+        sealed = set.intersection(*({seal.step for seal in arena.seals().values()} for arena in found))
         step = max((step for step in sealed if step <= reached), default=-1)
         if step <= self._values_step:
             return
-        for arena, hello in found:
+        for arena in found:
             arena.set_taken(step)  # it is not overwritten while it is read
             slot = arena.slot_of(step)
             if slot is None or persist_part(
-                self._tier, arena, slot, torch_version=hello.torch, folder=values_folder
+                self._tier, arena, slot, torch_version=torch_version, folder=values_folder
             ) is None:  # fmt: skip
                 return  # the trainer was faster; the next one will do
         self._values_step = step
