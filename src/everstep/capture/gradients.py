@@ -83,6 +83,9 @@ class Recorder:
         self._looked = 0  # records whose gradients were compared with their packed form
         self.whole_since = resumed_from if resumed_from is not None else -1
         self.recorded_step: int | None = resumed_from
+        self.stall_s = self.copy_s = 0.0  # that all records have cost the loop; that the newest took to leave a device
+        self.update_s = 0.0  # that the optimizers took in the last step; of a device only the launching
+        self._update_s = self._began = 0.0
         for ring in left:
             ring.unseal_after(resumed_from)
         self._tap = Tap(subjects, copier, emit) if compression is None else None
@@ -98,6 +101,11 @@ class Recorder:
         ]
 
     @property
+    def impure(self) -> str:
+        """Why no step of these optimizers can be repeated, if so."""
+        return self._impure
+
+    @property
     def record_bytes(self) -> int:
         return self._form.record.layout.total_bytes if self._form is not None else 0
 
@@ -106,13 +114,17 @@ class Recorder:
     def _before_step(self, index: int, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = self._form
         if form is not None and not self._gap:
+            began = time.perf_counter()
             self._gap = self._obstacle(index, form, args, kwargs)
             if not self._gap:
                 self._take_gradients(index, form)
+            self.stall_s += time.perf_counter() - began
         if self._purity is not None:
             self._purity.before(index, _call(self._subjects.optimizers[index], index))
+        self._began = time.perf_counter()
 
     def _after_step(self, index: int, *_: object) -> None:
+        self._update_s += time.perf_counter() - self._began
         if self._purity is not None:
             self._purity.after(index)
 
@@ -211,7 +223,15 @@ class Recorder:
 
     def cut(self, step: int, tree: dict[str, Any]) -> bool:
         """Complete the record of the step that has just been done; False if there is none."""
+        began = time.perf_counter()
+        try:
+            return self._cut(step, tree)
+        finally:
+            self.stall_s += time.perf_counter() - began
+
+    def _cut(self, step: int, tree: dict[str, Any]) -> bool:
         self._copier.raise_failure()
+        self.update_s, self._update_s = self._update_s, 0.0
         calls, self._calls = list(self._calls.values()), {}
         if self._purity is not None:
             self._look_at_purity()
@@ -316,12 +336,13 @@ class Recorder:
         cut_time: float,
         payload: bytes,
     ) -> None:
+        copy_s = 0.0
         if form.heavy is not None and large is not None:
-            form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
+            copy_s = form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
             self._seal(form.heavy[0], large, step, cut_time)
-        form.record.drain(slot, early, payload, self._copier)
+        copy_s += form.record.drain(slot, early, payload, self._copier)
         self._seal(form.record, slot, step, cut_time)
-        self.recorded_step = step
+        self.recorded_step, self.copy_s = step, copy_s
 
     def _seal(self, sheet: Sheet, slot: int, step: int, cut_time: float) -> None:
         if self._settings.mode == "direct":
@@ -389,12 +410,14 @@ class Recorder:
         self._attach(arena)
         return arena
 
-    def close(self) -> None:
+    def close(self) -> list[Arena]:
+        """Returns the rings, which somebody needs until a base is safe."""
         self._copier.wait()
         for handle in self._handles:
             handle.remove()
-        if self._form is not None:
-            self._form.close()
+        self._give_up_form()
+        left, self._left = self._left, []
+        return left
 
 
 def _call(optimizer: Any, index: int) -> Call:

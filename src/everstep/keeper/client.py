@@ -24,6 +24,7 @@ from everstep.keeper.protocol import (
     Attach,
     Bye,
     Channel,
+    Detach,
     Durable,
     Hello,
     Inherit,
@@ -64,6 +65,7 @@ class KeeperClient:
         self._closing = False
         self._inline: threading.Thread | None = None
         self.durable_step = self.durable_base = -1
+        self.base_write_s = self.record_write_s = -1.0  # what the last ones took
         self.trouble = ""
         self.leased: tuple[int, ...] = ()
 
@@ -131,6 +133,10 @@ class KeeperClient:
         self._arenas[arena.kind] = arena
         self._send(Attach(place=arena.place), arena.descriptors)
 
+    def detach_rings(self) -> None:
+        self._arenas = {kind: arena for kind, arena in self._arenas.items() if kind == "base"}
+        self._send(Detach())
+
     def persist(self, step: int, *, as_base: bool) -> None:
         self._send(Persist(step=step, as_base=as_base))
 
@@ -156,7 +162,7 @@ class KeeperClient:
             raise EverstepError(f"step {step} is not durable: {self.trouble}")
         return True
 
-    def _send(self, message: Attach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
+    def _send(self, message: Attach | Detach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
         try:
             if self._channel is not None:
                 self._channel.send(message, descriptors)
@@ -188,7 +194,8 @@ class KeeperClient:
                 answers.release(slot)
             case StopAt(step=step) if answers:
                 answers.stop_at(step)
-            case Durable(step=step, base=base):
+            case Durable(step=step, base=base, base_write_s=base_write_s, record_write_s=record_write_s):
+                self.base_write_s, self.record_write_s = base_write_s, record_write_s
                 with self._state:
                     self.durable_step = max(self.durable_step, step)
                     self.durable_base = max(self.durable_base, base)

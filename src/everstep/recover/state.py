@@ -163,3 +163,18 @@ def _on_device(value: Any) -> bool:
 
 def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def as_list(value: Any, kind: type, name: str) -> list[Any]:
+    items = [value] if isinstance(value, kind) else list(value) if isinstance(value, list | tuple) else []
+    if not items or not all(isinstance(item, kind) for item in items):
+        raise BadConfig(f"{name} must be a {kind.__module__}.{kind.__name__} or a list of them, not {value!r}")
+    return items
+
+
+def stateful_list(value: Any, name: str) -> list[Any]:
+    items = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if not is_stateful(item):
+            raise BadConfig(f"{name} must have state_dict() and load_state_dict(), and {item!r} has not")
+    return items
