@@ -8,7 +8,7 @@ types errors events config image topology signals
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
-capture/        what the optimizers consumed            digest update purity sheet form gradients
+capture/        what the optimizers consumed            digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
@@ -17,6 +17,7 @@ keeper/         and its end in the trainer              client
 # the road home: a byte returns
 recover/        back to the same step on every rank     survey plan assemble chain state load
 recover/        by repeating what followed a base       gather replay resume export
+recover/        for people and tools who read          reach audit records rebuild
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 cli/            one file a command

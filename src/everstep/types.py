@@ -99,6 +99,7 @@ class ImageInfo(Noun, frozen=True, kw_only=True):
     optimizers: tuple[OptimizerInfo, ...] = ()
     codec: Codec | None = None  # of a record, unless it is dense
     has_values: bool = False  # a record whose step also has values in an image of their own, or that image
+    devices: tuple[str, ...] = ()  # of a record: the kinds of device that its updates ran on
 
 
 class Part(Noun, frozen=True, kw_only=True):

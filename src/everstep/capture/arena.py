@@ -249,6 +249,7 @@ class Arena:
 
     def set_taken(self, step: int) -> None:
         """The keeper's word: records up to this step may be overwritten; or, of values, this step may not."""
+        self.before("taken")
         self.control[_TAKEN_AT : _TAKEN_AT + _TAKEN.size + _SUM.size] = _pack(_TAKEN.pack(step))
 
     # -- any reader's side

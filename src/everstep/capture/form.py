@@ -35,6 +35,7 @@ class Consumer:
 
     parameters: list[list[Tensor]]
     names: list[list[str]]
+    shares: list[list[Share]]
     cuts: list[dict[int, Share]]  # those of which this rank has only some rows
     targets: list[list[list[Tensor]]]  # slot -> list -> tensors
     members: list[int]  # the optimizer's parameters, by id
@@ -144,7 +145,7 @@ def make_form(
         codec = Codec(kind=type(compressor).__name__, buffers={k: _buffer(p, names) for k, (p, _) in packed.items()})
     info = ImageInfo(
         format=FORMAT, run=run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
-        codec=codec, has_values=bool(large),
+        codec=codec, has_values=bool(large), devices=tuple(sorted({device.type for device in devices})),
     )  # fmt: skip
     layout = lay_out_sheet(everything, info, shape.layout.extras_bytes)
     record = Sheet.make(everything, layout, arena_for(layout, "log"))
@@ -161,6 +162,7 @@ def make_form(
         return Consumer(
             parameters=[[s.entry.tensor for s in one] for one in lists],
             names=[[s.entry.family for s in one] for one in lists],
+            shares=lists,
             cuts=[{i: s for i, s in enumerate(one) if s.bytes != s.entry.tensor.nbytes} for one in lists],
             targets=[[[targets[slot] for targets in one] for one in found] for slot in range(len(record.flats))],
             members=list(map(id, members)),

@@ -35,6 +35,7 @@ from everstep.capture.layout import Entry, Subjects
 from everstep.capture.purity import Purity
 from everstep.capture.shape import Shape, pin
 from everstep.capture.sheet import Sheet
+from everstep.capture.tap import Tap
 from everstep.capture.update import Call
 from everstep.config import Settings
 from everstep.events import ChainEnded, Degraded, RingMade, Sink
@@ -87,6 +88,7 @@ class Recorder:
         self._update_s = self._began = 0.0
         for ring in left:
             ring.unseal_after(resumed_from)
+        self._tap = Tap(subjects, copier, emit) if compression is None else None
         self._purity: Purity | None = Purity(subjects)
         self._impure = ""  # why no step can be repeated
         self._handles = [
@@ -140,12 +142,19 @@ class Recorder:
             self._give_up_form()
             return "a parameter has a gradient that had none before"
         if self._slot is None:
-            self._slot = form.record.arena.taken_slot()
+            self._open_slot(form)
             if self._slot is None:
                 return "the ring is full: the keeper does not write records as fast as they come"
-            form.record.arena.unseal(self._slot)
+        if not self._calls:
             form.record.await_drain(self._copier)
         return self._take_packed(form) if not self._calls and form.fields else ""
+
+    def _open_slot(self, form: Form) -> None:
+        self._slot = form.record.arena.taken_slot()
+        if self._slot is not None:
+            form.record.arena.unseal(self._slot)
+        if self._tap is not None:
+            self._tap.begin(form, self._slot)
 
     def _take_packed(self, form: Form) -> str:
         """Copy this rank's part of what the compressor made of the gradients, before the first update of a step."""
@@ -181,6 +190,12 @@ class Recorder:
             if any(g is not None and g.layout is not torch.strided for g in gradients):
                 self._gap = "a gradient is sparse"
                 return
+            if self._tap is not None:
+                self._tap.close(parameters)
+                if self._tap.has(parameters, gradients):
+                    absent += [name for name, g in zip(names, gradients, strict=True) if g is None]
+                    continue
+                form.record.early.clear()  # what is copied now must leave again
             for i, item in cuts.items():
                 gradients[i] = item.source(gradients[i]) if gradients[i] is not None else None
             if any(g is None for g in gradients):
@@ -237,13 +252,14 @@ class Recorder:
                 target.copy_(total)
         self._slot, cut_time = None, time.time()
         form.record.arena.set_live(step, cut_time)
-        form.record.mark_cut()
+        early = form.record.mark_cut()
         large = self._take_large(form)
-        job = partial(self._drain, form, slot, large, step, cut_time, payload)
+        job = partial(self._drain, form, slot, early, large, step, cut_time, payload)
         if form.record.lanes:
             self._copier.submit(job)
         else:
             job()
+        self._open_slot(form)
         return True
 
     def _obstacle_at_cut(self, form: Form, extras_bytes: int) -> str:
@@ -311,13 +327,20 @@ class Recorder:
     # -- the copier thread (or the training thread, where all is on the host)
 
     def _drain(
-        self, form: Form, slot: int, large: int | None, step: int, cut_time: float, payload: bytes
-    ) -> None:  # fmt: skip
+        self,
+        form: Form,
+        slot: int,
+        early: list[tuple[int, int]],
+        large: int | None,
+        step: int,
+        cut_time: float,
+        payload: bytes,
+    ) -> None:
         copy_s = 0.0
         if form.heavy is not None and large is not None:
-            copy_s = form.heavy[0].drain(large, trees.encode({"step": step}, "state"), self._copier)
+            copy_s = form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
             self._seal(form.heavy[0], large, step, cut_time)
-        copy_s += form.record.drain(slot, payload, self._copier)
+        copy_s += form.record.drain(slot, early, payload, self._copier)
         self._seal(form.record, slot, step, cut_time)
         self.recorded_step, self.copy_s = step, copy_s
 
@@ -349,7 +372,8 @@ class Recorder:
                     pinned=pinned,
                 )
             )  # fmt: skip
-            self._slot, self._calls, self._gap = None, {}, self._impure
+            self._calls, self._gap = {}, self._impure
+            self._open_slot(form)
             self._loose = [(e.tensor._version, int(digest(e.name, e.tensor)) | 1) for e in form.loose]
         left, self._left = self._left, []
         return left
@@ -358,6 +382,8 @@ class Recorder:
         """The next base brings another one; what is in the ring is held until that base is safe."""
         form, self._form, self._slot = self._form, None, None
         if form is not None:
+            if self._tap is not None:
+                self._tap.begin(None, None)
             self._copier.wait()
             form.close()
             self._left += [form.record.arena, *([form.heavy[0].arena] if form.heavy is not None else [])]

@@ -78,10 +78,11 @@ class Keeper:
         self._wrote = -1  # the newest base that this keeper made durable itself
         self._last_flush_at = 0.0
         self._last_flush_took = -1.0
-        self._retry_at, self._failures = 0.0, 0
+        self._retry_at, self._failures, self._log_failures = 0.0, 0, 0
         self._idle_since = time.monotonic()
         self._ending = threading.Event()
-        self._asked = threading.Event()  # somebody waits: do not sleep a whole tick
+        self._asked = threading.Event()  # somebody waits: do not sleep a whole tick,
+        self._log_asked = threading.Event()  # nor after a failure
         self._threads = [
             threading.Thread(target=self._flush_loop, name="everstep-flush", daemon=True),
             threading.Thread(target=self._check_loop, name="everstep-check", daemon=True),
@@ -108,6 +109,7 @@ class Keeper:
                 key.data(key.fileobj)
             self._let_go_rings()
         self._ending.set()
+        self._log_asked.set()
         for thread in self._threads:
             thread.join()
         self._remove_spent_arenas()
@@ -164,6 +166,7 @@ class Keeper:
                     self._wanted_base = max(self._wanted_base, message.step)
                 self._retry_at = 0.0  # whoever waits wants to know now
                 self._asked.set()
+                self._log_asked.set()
                 if self.durable_step >= message.step:
                     channel.send(self._durable())
             case StopAt():
@@ -227,9 +230,8 @@ class Keeper:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
         for rank in [rank for rank in self._sessions if rank >= hello.world]:
-            arena = self._sessions.pop(rank).arena
-            if arena is not None:
-                self._overtaken.append(arena)
+            gone = self._sessions.pop(rank)
+            self._overtaken += [arena for arena in (gone.arena, gone.ring) if arena is not None]
         with self._writing_log:
             self._logbook.overtake(hello)
         for step in flush.set_aside(self.tier, hello.resumed_from, hello.run, hello.generation):
@@ -358,15 +360,17 @@ class Keeper:
 
     def _log_loop(self) -> None:
         """Take records from the rings as they come. While one flush runs the next records gather: the group commit."""
-        rest, failures = _TICK_S, 0
-        while not self._ending.wait(rest):
+        rest = _TICK_S
+        while not self._ending.is_set():
+            self._log_asked.wait(rest)
+            self._log_asked.clear()
             rest = _LOG_TICK_S
             try:
                 self._take_records()
-                failures = 0
+                self._log_failures = 0
             except Exception as error:  # whatever it is: rings hold the records, and nobody is left in the dark
-                failures += 1
-                rest = min(60.0, 0.5 * 2**failures)
+                self._log_failures += 1
+                rest = min(60.0, 0.5 * 2**self._log_failures)
                 self._emit(Degraded(what="records are not durable yet", reason=str(error)))
                 self._tell_all(Trouble(reason=str(error)))
 
@@ -378,7 +382,8 @@ class Keeper:
                 if session.ring is not None:
                     self._pace.take(session.ring, session.hello, is_urgent=is_urgent or session.ring_is_spent)
         with self._writing_log:
-            self._logbook.save_values([(s.values, s.hello) for s in sessions if s.values is not None])
+            found = [session.values for session in sessions if session.values is not None]
+            self._logbook.save_values(found, torch_version=sessions[0].hello.torch if sessions else "")
         if self.durable_step > before:
             self._tell_all(self._durable())
 
@@ -413,15 +418,15 @@ class Keeper:
         if idle < linger:
             return False
         patience_s = _INLINE_PATIENCE_S if self._inline else _PATIENCE_S
-        gives_up = idle > patience_s or (self._inline and self._failures > 0)
-        ready = self._ready()
-        newest = self._newest_common(ready)
-        if newest is None:
-            return not any(s.outgrown for s in sessions)
-        if newest <= self._durable_base and self._wrote < newest:
+        gives_up = idle > patience_s or (self._inline and self._failures + self._log_failures > 0)
+        newest = self._newest_common(self._ready())
+        if newest is not None and newest <= self._durable_base and self._wrote < newest:
             self._read_back(sessions[0].hello.run, newest)
-        behind = any(s.ring is not None and self._logbook.is_behind(s.ring) for s in ready)
-        return gives_up or (newest <= self._durable_base and not behind)
+        is_held = any(s.outgrown or self._is_behind(s) for s in sessions)
+        return gives_up or not (is_held or (newest is not None and newest > self._durable_base))
+
+    def _is_behind(self, session: Session) -> bool:
+        return session.ring is not None and self._logbook.is_behind(session.ring, self._durable_base)
 
     def _read_back(self, run: str, newest: int) -> None:
         """Memory is about to be given up for what an earlier keeper wrote: only if that is still sound."""
@@ -438,7 +443,7 @@ class Keeper:
             return
         for session in ready:
             for arena in (session.arena, session.ring, session.values):
-                if arena is None or (arena is session.ring and self._logbook.is_behind(arena)):
+                if arena is None or (arena is session.ring and self._is_behind(session)):
                     continue
                 arena.remove()
                 folder = Path(arena.place).parent

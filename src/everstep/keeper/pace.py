@@ -29,7 +29,7 @@ class Pace:
         if not is_urgent and not self._is_due(ring, hello):
             return 0
         began = time.monotonic()
-        count = self._logbook.take(ring, hello, is_urgent=is_urgent)
+        count = self._logbook.take(ring, is_urgent=is_urgent)
         if count:
             took = time.monotonic() - began
             self.flush_s = took if self.flush_s < 0 else (1 - _WEIGHT) * self.flush_s + _WEIGHT * took

@@ -49,7 +49,7 @@ class Session:
         before, self.ring, self.ring_is_spent = self.ring, ring, False
         try:
             if before is not None:
-                logbook.take(before, self.hello)
+                logbook.take(before)
         finally:
             if before is not None:
                 before.close()

@@ -31,9 +31,7 @@ def merge(surveys: Collection[Survey]) -> Survey:
 
 def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     """`nodes`: where the readers are; each of them needs every part."""
-    groups: dict[tuple[int, str, int], list[Holding]] = defaultdict(list)
-    for holding in survey.holdings:
-        groups[holding.step, holding.generation, holding.world].append(holding)
+    groups = _by_base(survey)
     suspects = {attempt.step: attempt for attempt in survey.attempts if _is_suspect(attempt)}
     log = _Log(survey, nodes)
     bases: dict[tuple[int, str, int], tuple[Holding, ...]] = {}
@@ -54,6 +52,7 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     newest = best[0] if best is not None and best[0] not in suspects else -1
     rejections += [r for r in incomplete if r.step > newest]
     if best is None:
+        rejections += log.without_base()
         return Plan(step=None, world=0, parts=(), rejections=_in_order(rejections))
     step, key = best
     rejections += log.beyond(max(step, log.reach(key[0])))
@@ -61,6 +60,20 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
         step=step, world=key[2], parts=bases[key], rejections=_in_order(rejections), records=log.runs(key[0], step),
         values=log.values(step) if step > key[0] else (),
     )  # fmt: skip
+
+
+def reaches(survey: Survey, nodes: Collection[str]) -> list[tuple[tuple[Holding, ...], int]]:
+    """Every base that is whole, oldest first, and the last step that records lead to from there."""
+    log = _Log(survey, nodes)
+    bases = [_parts(held, world, nodes)[0] for (_, _, world), held in sorted(_by_base(survey).items())]
+    return [(parts, log.reach(parts[0].step)) for parts in bases if parts]
+
+
+def _by_base(survey: Survey) -> dict[tuple[int, str, int], list[Holding]]:
+    groups: dict[tuple[int, str, int], list[Holding]] = defaultdict(list)
+    for holding in survey.holdings:
+        groups[holding.step, holding.generation, holding.world].append(holding)
+    return groups
 
 
 def _in_order(rejections: list[Rejection]) -> tuple[Rejection, ...]:
@@ -117,6 +130,14 @@ class _Log:
             return []
         return [
             Rejection(step=max(newer), source="any", reason=f"{self._missing(step + 1) or 'no base'} to go on from")
+        ]
+
+    def without_base(self) -> list[Rejection]:
+        """Why no record is of use. That all bases were lost looks like a crash before the first was durable."""
+        return [
+            Rejection(step=step, source="any", reason="its records have no base to go on from", certain=False)
+            for step in (max(self._of, default=None),)
+            if step is not None
         ]
 
     def runs(self, base: int, step: int) -> tuple[Records, ...]:
