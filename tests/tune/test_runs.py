@@ -27,7 +27,6 @@ from everstep.capture.snapshot import Capture
 from everstep.errors import BadConfig
 from everstep.events import Chose, Degraded, Skipped, Tuned, read_events
 from everstep.keeper.logbook import Logbook
-from everstep.keeper.protocol import Hello
 from everstep.store.disk import DiskTier
 from everstep.store.log import scan, segments
 from everstep.tune.controller import Measured
@@ -173,8 +172,8 @@ def logged_life(
     groups: list[int] = []
     take = Logbook.take
 
-    def counted(self: Logbook, ring: Arena, hello: Hello, **how: bool) -> int:
-        count = take(self, ring, hello, **how)
+    def counted(self: Logbook, *ring: Any, **how: Any) -> int:
+        count = take(self, *ring, **how)
         groups.extend([count] if count else [])
         return count
 

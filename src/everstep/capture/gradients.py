@@ -84,8 +84,7 @@ class Recorder:
         self.whole_since = resumed_from if resumed_from is not None else -1
         self.recorded_step: int | None = resumed_from
         self.stall_s = self.copy_s = 0.0  # that all records have cost the loop; that the newest took to leave a device
-        self.update_s = 0.0  # that the optimizers took in the last step; of a device only the launching
-        self._update_s = self._began = 0.0
+        self.update_s = self._update_s = self._began = 0.0  # that optimizers took in a step; of a device the launching
         for ring in left:
             ring.unseal_after(resumed_from)
         self._tap = Tap(subjects, copier, emit) if compression is None else None

@@ -76,8 +76,7 @@ class Keeper:
         self._writing_log = threading.Lock()
         self._durable_base = max(committed_steps(self.tier), default=-1)
         self._wrote = -1  # the newest base that this keeper made durable itself
-        self._last_flush_at = 0.0
-        self._last_flush_took = -1.0
+        self._last_flush_at, self._last_flush_took = 0.0, -1.0  # -1: there was none
         self._retry_at, self._failures, self._log_failures = 0.0, 0, 0
         self._idle_since = time.monotonic()
         self._ending = threading.Event()
