@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import everstep
 from everstep import Disk
 from everstep.store.disk import DiskTier
 from everstep.store.log import LogRead, LogWriter, log_name, read_log, segments
+from everstep.store.manifest import committed_steps
 from everstep.types import Frame
 
 END = 12
@@ -98,6 +100,22 @@ def log_with(directory: Path, step: int) -> LogRead:
     tier = DiskTier(directory)
     start = max(start for start in segments(tier) if start < step)
     return read_log(tier, start, 0, everstep.open(directory).run)
+
+
+def tidy(directory: Path) -> None:
+    """A segment after each base on disk, wherever the keeper happened to begin new ones."""
+    tier, run = DiskTier(directory), everstep.open(directory).run
+    logs = [read_log(tier, start, 0, run) for start in segments(tier)]
+    records = [(record.frame, [memoryview(bytes(log.payload(record)))]) for log in logs for record in log.records]
+    layout = logs[0].layout
+    assert layout is not None and all(log.layout == layout for log in logs)
+    for path in directory.glob("log-*"):
+        shutil.rmtree(path)
+    starts = committed_steps(tier)
+    for start, end in zip(starts, [*starts[1:], END], strict=True):
+        writer = LogWriter(tier, start, 0, run, layout.header)
+        for record in (r for r in records if start < r[0].step <= end):
+            writer.append([record])  # each a commit of its own, so that damage is told from a torn tail
 
 
 def damage(directory: Path, step: int) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lives import digest, run_of
-from logged import END, alive, damage, own, past
+from logged import END, alive, damage, own, past, tidy
 from said import Cli
 
 import everstep
@@ -38,6 +38,7 @@ sys.stderr.write(" ".join(name for name in ("torch",) if name in sys.modules))
 def run() -> Iterator[Path]:
     """After a reboot."""
     with past() as directory:
+        tidy(directory)
         yield directory
 
 
