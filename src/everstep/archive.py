@@ -107,7 +107,7 @@ class Archive:
         """
         with self._sources() as sources:
             survey = sources.survey()
-            known = {"memory", "disk", *(h.node for h in survey.holdings)}
+            known = {"memory", "disk", *(h.node for h in survey.holdings), *(r.node for r in survey.records)}
             for name in lost:
                 if name not in known:
                     raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
@@ -229,7 +229,7 @@ class Archive:
                     try:
                         chain = fetch_chain(sources, plan, rank, copy=True)
                     except BadRecord as error:
-                        survey = without(survey, error.records, error.reason)
+                        survey = without(survey, error.what, error.reason)
                         continue
                     return base if chain is None else _repeated(base, chain, everything)
 

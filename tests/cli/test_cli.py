@@ -125,7 +125,7 @@ def test_version(cli: Cli) -> None:
 def test_help_names_every_command(cli: Cli) -> None:
     said = cli("--help")
     assert said.code == 0
-    for command in ("ls", "show", "status", "verify", "plan", "export", "rm", "gc"):
+    for command in ("ls", "show", "status", "verify", "plan", "tune", "export", "rm", "gc"):
         assert re.search(rf"^\s+{command}\s+\S", said.out, re.MULTILINE)
         assert cli(command, "--help").code == 0
 
@@ -255,7 +255,17 @@ def test_nothing_to_restore_is_exit_code_3(cli: Cli, finished: Path, tmp_path: P
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("not a run")
     for place in ("nowhere", "empty", "file"):
-        for words in (["ls"], ["show"], ["status"], ["verify"], ["plan"], ["rm"], ["export"], ["gc", "--dry-run"]):
+        for words in (
+            ["ls"],
+            ["show"],
+            ["status"],
+            ["verify"],
+            ["plan"],
+            ["tune"],
+            ["rm"],
+            ["export"],
+            ["gc", "--dry-run"],
+        ):
             rest = {"rm": [1], "export": [tmp_path / "out"]}.get(words[0], [])
             said = cli(*words, tmp_path / place, *rest)
             assert said.code == 3, (words, place, said)

@@ -16,13 +16,12 @@ from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Sink
 from everstep.keeper import flush
 from everstep.keeper.logbook import Logbook
-from everstep.keeper.protocol import OWNER_NOTE, Hello, connect, find_runtime_folder, leave
+from everstep.keeper.protocol import OWNER_NOTE, connect, find_runtime_folder, leave
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, run_name
 from everstep.topology import process_alive
 
 _NEWBORN_S = 60.0
-_NOTHING_PASSED_OVER = 10**10  # no step is as new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,8 @@ class Left:
 def whole_steps(arenas: list[Arena]) -> list[tuple[int, list[tuple[Arena, int]]]]:
     """The steps that all ranks of a world have sealed in one generation, newest first, and where each rank's slot is.
 
-    A rank may have two arenas: one that its state outgrew, and its successor that has nothing sealed yet.
+    A rank may have two arenas: one that its state outgrew, and its successor that has nothing sealed yet. Rings do not
+    count: what one step consumed is no state.
     """
     found: dict[tuple[int, str, int], dict[int, tuple[Arena, int]]] = {}
     for arena in (arena for arena in arenas if arena.kind == "base"):
@@ -49,10 +49,37 @@ def whole_steps(arenas: list[Arena]) -> list[tuple[int, list[tuple[Arena, int]]]
 
 
 def scavenge(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
-    """Make the newest whole and sound step in memory durable, if the disk has none as new that is sound.
+    """Make what memory holds durable: its newest sound base, and the records of its rings.
 
     Returns the newest durable step. Raises Damaged if memory has steps, and none of them nor of the disk's is sound.
     """
+    base = _scavenge_base(tier, arenas, run)
+    rings = _rings(arenas)
+    book = _book_of(tier, rings)
+    for ring in rings:
+        while book.take(ring):
+            continue  # every call takes as far as there is no gap
+    book.save_values([arena for arena in arenas if arena.kind == "values"], torch_version="")
+    return base if base is None else book.reach(base)
+
+
+def _rings(arenas: list[Arena]) -> list[Arena]:
+    """Those that hold records, in the order of their steps: rings of one rank follow each other."""
+    return sorted(
+        (ring for ring in arenas if ring.kind == "log" and ring.seals()),
+        key=lambda ring: min(seal.step for seal in ring.seals().values()),
+    )
+
+
+def _book_of(tier: DiskTier, rings: list[Arena]) -> Logbook:
+    book = Logbook(tier, lambda event: None)
+    for rank, run in {(ring.rank, ring.run) for ring in rings}:
+        book.go_on(rank, run)
+    return book
+
+
+def _scavenge_base(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
+    """The newest whole and sound base in memory, if the disk has none as new that is sound."""
     durable = next(flush.sound_steps(tier, run), None)
     problem: Damaged | None = None
     for step, slots in whole_steps(arenas):
@@ -68,31 +95,6 @@ def scavenge(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
     if problem is not None and durable is None:
         raise problem
     return durable
-
-
-def unwritten(arenas: list[Arena], durable: int) -> list[Arena]:
-    """The rings with records that are in no log and that no base has overtaken, oldest records first."""
-    newest = {arena.place: max((s.step for s in arena.seals().values()), default=-1) for arena in arenas}
-    rings = [a for a in arenas if a.kind == "log" and newest[a.place] > max(durable, a.taken())]
-    return sorted(rings, key=lambda ring: newest[ring.place])
-
-
-def take_records(tier: DiskTier, rings: list[Arena], run: str, base: int) -> int:
-    """Write what rings hold to the log, as their keeper would have; returns the newest step that this leads to."""
-    logbook = Logbook(tier, lambda event: None)
-    hellos = [
-        Hello(
-            rank=rank, world=rings[0].world, local=rings[0].world, pid=0, run=run, directory=str(tier.root),
-            generation="", resumed_from=_NOTHING_PASSED_OVER, every_steps=None, every_s=None, every_capture=False,
-            keep_last=1, keep_every=None, linger_s=0.0, torch="",
-        )
-        for rank in range(rings[0].world)
-    ]  # fmt: skip
-    for hello in hellos:
-        logbook.open(hello)
-    for ring in rings:
-        logbook.take(ring, hellos[ring.rank])
-    return logbook.reach(base)
 
 
 def _persist(tier: DiskTier, step: int, slots: list[tuple[Arena, int]]) -> None:
@@ -162,20 +164,26 @@ def _look(folder: Path) -> Left:
         whole = whole_steps(arenas)
         if _is_used(folder, arenas):
             state = "in use"
-        elif not whole and not unwritten(arenas, -1):
+        elif not whole and not _rings(arenas):
             state = "spent"
         elif owner is None:
             state = "orphaned"
         else:
-            durable = next(flush.sound_steps(DiskTier(owner), folder.name), -1)
-            held = [seal.step for ring in unwritten(arenas, durable) for seal in ring.seals().values()]
-            newest = max(held + [step for step, _ in whole[:1]], default=-1)
-            state = "spent" if newest <= durable else f"holding step {newest}"
+            state = _held(DiskTier(owner), arenas, folder.name)
     except (EverstepError, OSError) as error:
         state = f"unclear: {error}"
     for arena in arenas:
         arena.close()
     return Left(run=folder.name, directory=owner, bytes=size, state=state)
+
+
+def _held(tier: DiskTier, arenas: list[Arena], run: str) -> str:
+    durable = next(flush.sound_steps(tier, run), -1)
+    rings = _rings(arenas)
+    book = _book_of(tier, rings)
+    steps = [step for step, _ in whole_steps(arenas)[:1] if step > durable]
+    steps += [max(seal.step for seal in ring.seals().values()) for ring in rings if book.is_behind(ring, durable)]
+    return f"holding step {max(steps)}" if steps else "spent"
 
 
 def give_back(left: Left, memory_path: str | None = None) -> str:
@@ -185,15 +193,11 @@ def give_back(left: Left, memory_path: str | None = None) -> str:
     if _is_used(folder, arenas):
         return "kept: in use"
     done = "removed"
-    holds = bool(whole_steps(arenas) or unwritten(arenas, -1))
+    holds = bool(whole_steps(arenas) or _rings(arenas))
     if left.state.startswith("unclear") and holds:
         return f"kept: {left.state}"
     if left.directory is not None and holds:
-        tier = DiskTier(left.directory)
-        step = scavenge(tier, arenas, left.run)
-        rings = unwritten(arenas, -1 if step is None else step)
-        if step is not None and rings:
-            step = take_records(tier, rings, left.run, step)
+        step = scavenge(DiskTier(left.directory), arenas, left.run)
         done = f"step {step} is on disk; removed"
     for arena in arenas:
         arena.close()
