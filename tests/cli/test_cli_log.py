@@ -55,9 +55,9 @@ def keep_the_last_in_the_ring() -> None:
     """The keeper dies with its trainer before it has written the last records."""
     take = Logbook.take
 
-    def some(self: Logbook, ring: Any, hello: Any) -> int:
+    def some(self: Logbook, ring: Any, **how: Any) -> int:
         newest = max((seal.step for seal in ring.seals().values()), default=0)
-        return 0 if newest > END - HELD else take(self, ring, hello)
+        return 0 if newest > END - HELD else take(self, ring, **how)
 
     Logbook.take = some  # type: ignore[method-assign]
 
