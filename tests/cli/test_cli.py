@@ -161,7 +161,7 @@ def test_verify_reads_everything_and_finds_it_sound(cli: Cli, finished: Path, ki
 
 def test_plan_says_what_a_restart_would_do(cli: Cli, killed: Path) -> None:
     plan = cli("plan", killed, "--json").json
-    assert set(plan) == {"step", "world", "parts", "rejections", "records", "base"}
+    assert set(plan) == {"step", "world", "parts", "rejections", "records", "values", "base"}
     assert (plan["step"], plan["world"], plan["rejections"]) == (5, 1, [])
     assert set(plan["parts"][0]) == {
         "source", "node", "step", "rank", "world", "generation", "bytes", "cut_time", "checked",
