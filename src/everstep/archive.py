@@ -97,7 +97,7 @@ class Archive:
         """
         with self._sources() as sources:
             survey = sources.survey()
-            known = {"memory", "disk", *(h.node for h in (*survey.holdings, *survey.records))}
+            known = {"memory", "disk", *(h.node for h in survey.holdings), *(r.node for r in survey.records)}
             for name in lost:
                 if name not in known:
                     raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")

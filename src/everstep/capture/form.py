@@ -48,8 +48,8 @@ class Form:
     runs: dict[torch.device, list[Run]]
     lanes: dict[torch.device, Lane]
     listing: Listing
-    shares: list[Share]  # of the whole state, for its digest,
-    digest: list[Tensor]  # and for every slot where that goes
+    shape: Shape  # of the bases that these records follow,
+    digest: list[Tensor]  # and for every slot where the digest of such a state goes
     in_cut: list[Share]
     loose: list[Tensor]  # state that no optimizer has and no cut copies: nobody should write it
     drained: dict[torch.device, torch.cuda.Event]
@@ -115,7 +115,7 @@ def make_form(
         runs=runs,
         lanes=lanes,
         listing=shape.listing,
-        shares=shape.shares,
+        shape=shape,
         digest=[target(digest, flat) for flat in flats],
         in_cut=in_cut,
         places=slots,

@@ -42,6 +42,7 @@ from everstep.topology import Topology
 
 _MIN_SLOTS = 4
 _DIGEST_EVERY = 64  # steps; a digest costs a few passes over the state
+_BEGINS = "records begin with a base, and with the step in which an optimizer is tried"
 _grad = attrgetter("grad")
 _version = attrgetter("_version")
 
@@ -70,7 +71,7 @@ class Recorder:
         self._form: Form | None = None
         self._slot: int | None = None  # that the present step is recorded into
         self._calls: dict[int, dict[str, Any]] = {}
-        self._gap = "records begin with the first base"  # why the present step cannot be recorded
+        self._gap = _BEGINS  # why the present step cannot be recorded
         self._told = self._gap
         self._launched = True  # whether the copies of the record before are on their way
         self._versions = 0
@@ -110,6 +111,8 @@ class Recorder:
 
     def _obstacle(self, index: int, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this update cannot be recorded, if so."""
+        if self._purity is not None and not self._purity.tries_next(index):
+            return _BEGINS
         if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
             return "the optimizer is given a closure, so its gradients are made inside step()"
         if index in self._calls:
@@ -200,7 +203,7 @@ class Recorder:
         for targets, sources in form.values[slot]:
             torch._foreach_copy_(targets, sources)
         if digested:
-            for target, total in zip(form.digest[slot], state_digest(form.shares), strict=True):
+            for target, total in zip(form.digest[slot], state_digest(form.shape.shares), strict=True):
                 target.copy_(total)
         self._slot, cut_time = None, time.time()
         form.ring.set_live(step, cut_time)
@@ -279,6 +282,8 @@ class Recorder:
 
         Returns the rings that an earlier life left and that nobody needs once a base is sealed.
         """
+        if self._form is not None and self._form.shape is not shape:
+            self._give_up_form()  # bases of another shape cannot be followed by these records
         if self._form is None:
             self._form = make_form(
                 self._subjects, shape, topology=self._topology, run=self._run,
