@@ -89,8 +89,8 @@ class Form:
     consumers: list[Consumer]
     fields: list[Field]
     buffers: dict[str, list[int]]  # of each packed buffer the parameters, by id
-    digest: list[Tensor]  # for every slot, where the digest of `shares` goes
-    shares: list[Share]
+    shape: Shape  # of the bases that these records follow,
+    digest: list[Tensor]  # and for every slot where the digest of such a state goes
     listing: Listing
     loose: list[Entry]  # state that no optimizer has and no cut copies: nobody should write it
 
@@ -183,7 +183,7 @@ def make_form(
         ],
         buffers={key: list(map(id, parameters)) for key, (parameters, _) in packed.items()},
         digest=record.targets(digest),
-        shares=shape.shares,
+        shape=shape,
         listing=shape.listing,
         loose=[e for e in loose if e.name not in written],
     )

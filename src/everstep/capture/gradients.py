@@ -45,6 +45,7 @@ from everstep.topology import Topology
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
 _LOOKS = 4  # records whose gradients are compared with their packed form, before signs are trusted
 _DIGEST_EVERY = 64  # steps; a digest costs a few passes over the state
+_BEGINS = "records begin with a base, and with the step in which an optimizer is tried"
 _grad = attrgetter("grad")
 
 
@@ -74,7 +75,7 @@ class Recorder:
         self._newest = 1 if topology.world == 1 else 2  # steps whose values are never overwritten
         self._slot: int | None = None  # that the present step is recorded into
         self._calls: dict[int, dict[str, Any]] = {}
-        self._gap = "records begin with the first base"  # why the present step cannot be recorded
+        self._gap = _BEGINS  # why the present step cannot be recorded
         self._told = self._gap
         self._compression = compression
         self._is_packed = compression is not None  # whether the packed form is what optimizers see
@@ -129,6 +130,8 @@ class Recorder:
 
     def _obstacle(self, index: int, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this update cannot be recorded, if so."""
+        if self._purity is not None and not self._purity.tries_next(index):
+            return _BEGINS
         if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
             return "the optimizer is given a closure, so its gradients are made inside step()"
         if index in self._calls:
@@ -247,7 +250,7 @@ class Recorder:
             return self._miss(step, obstacle)
         form.values.take(slot)
         if digested:
-            for target, total in zip(form.digest[slot], state_digest(form.shares), strict=True):
+            for target, total in zip(form.digest[slot], state_digest(form.shape.shares), strict=True):
                 target.copy_(total)
         self._slot, cut_time = None, time.time()
         form.record.arena.set_live(step, cut_time)
@@ -357,6 +360,8 @@ class Recorder:
 
         Returns the arenas that an earlier life left and that nobody needs once a base is sealed.
         """
+        if self._form is not None and self._form.shape is not shape:
+            self._give_up_form()  # bases of another shape cannot be followed by these records
         if self._form is None and (self._compression is None or self._compression.compressor.packed):
             compressor = self._compression.compressor if self._compression is not None and self._is_packed else None
             form = self._form = make_form(

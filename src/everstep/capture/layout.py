@@ -174,6 +174,8 @@ class Subjects:
         for prefix, model in self.named_modules():
             replicated = is_replicated(model)
             for path, module in model.named_modules(remove_duplicate=False):
+                watch.grows(module._modules)
+                watch.grows(module._parameters)
                 for key, parameter in module._parameters.items():
                     if parameter is not None:
                         common[id(parameter)] = common.get(id(parameter), False) or replicated
@@ -190,6 +192,9 @@ class Subjects:
                         add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
         for i, (prefix, optimizer) in enumerate(_numbered("optimizer", self.optimizers)):
             watch.grows(optimizer.state)
+            watch.grows(optimizer.param_groups)
+            for group in optimizer.param_groups:
+                watch.grows(group["params"])
             for name, parameter in _list_groups(prefix, optimizer, names, add):
                 same = common.get(id(parameter), False)
                 if id(parameter) not in common:
