@@ -23,20 +23,18 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena, ArenaKind, choose_place
 from everstep.capture.compression import Compression
 from everstep.capture.copier import Copier
 from everstep.capture.digest import digest, state_digest
-from everstep.capture.form import Form, make_form, on_device, parameters_of
-from everstep.capture.layout import Entry, Subjects
+from everstep.capture.form import Form, as_it_is, call_of, fits, make_form, members_of, on_device, scalar_of
+from everstep.capture.layout import Subjects
 from everstep.capture.purity import Purity
 from everstep.capture.shape import Shape, pin
 from everstep.capture.sheet import Sheet
 from everstep.capture.tap import Tap
-from everstep.capture.update import Call
 from everstep.config import Settings
 from everstep.events import ChainEnded, Degraded, RingMade, Sink
 from everstep.image import ImageLayout
@@ -120,7 +118,7 @@ class Recorder:
                 self._take_gradients(index, form)
             self.stall_s += time.perf_counter() - began
         if self._purity is not None:
-            self._purity.before(index, _call(self._subjects.optimizers[index], index))
+            self._purity.before(index, call_of(self._subjects.optimizers[index], index))
         self._began = time.perf_counter()
 
     def _after_step(self, index: int, *_: object) -> None:
@@ -137,7 +135,7 @@ class Recorder:
         if index in self._calls:
             return "an optimizer stepped twice in one step"
         consumer = form.consumers[index]
-        if _members(self._subjects.optimizers[index]) != consumer.members:
+        if members_of(self._subjects.optimizers[index]) != consumer.members:
             self._give_up_form()
             return "the optimizer has other parameters than before"
         if any(g is not None for g in map(_grad, consumer.others)):
@@ -211,13 +209,13 @@ class Recorder:
             "optimizer": index,
             "absent": absent + consumer.frozen,
             "groups": [
-                {k: _now(v) for k, v in group.items() if k != "params" and not on_device(v)}
+                {k: as_it_is(v) for k, v in group.items() if k != "params" and not on_device(v)}
                 for group in optimizer.param_groups
             ],
             "scaled": getattr(optimizer, "grad_scale", None) is not None,
         }
         for name, targets in consumer.scalars:
-            value = _scalar(optimizer, name)
+            value = scalar_of(optimizer, name)
             if value is not None:
                 targets[self._slot].copy_(value)
 
@@ -311,7 +309,7 @@ class Recorder:
         listing = self._subjects.listing()
         fresh = {entry.name: entry for entry in listing.entries}
         now, then = ({e.name: e for e in one.entries if e.at_cut} for one in (listing, form.listing))
-        if now.keys() != then.keys() or any(not _fits(now[name], then[name]) for name in then):
+        if now.keys() != then.keys() or any(not fits(now[name], then[name]) for name in then):
             return False
         form.listing = listing
         form.values.rebind(fresh)
@@ -422,34 +420,3 @@ class Recorder:
         self._give_up_form()
         left, self._left = self._left, []
         return left
-
-
-def _call(optimizer: Any, index: int) -> Call:
-    """The same as it is recorded, for the self-test."""
-    groups = [{k: _now(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return Call(
-        optimizer=index, groups=groups, absent=frozenset(), scale=_now(getattr(optimizer, "grad_scale", None)),
-        found_inf=_now(getattr(optimizer, "found_inf", None)),
-    )  # fmt: skip
-
-
-def _members(optimizer: torch.optim.Optimizer) -> list[int]:
-    return list(map(id, parameters_of(optimizer)))
-
-
-def _scalar(optimizer: Any, name: str) -> Tensor | None:
-    if name.startswith("group."):
-        _, group, key = name.split(".", 2)
-        value: Tensor = optimizer.param_groups[int(group)][key]
-        return value
-    found: Tensor | None = getattr(optimizer, {"scale": "grad_scale"}.get(name, name), None)
-    return found
-
-
-def _fits(found: Entry, wanted: Entry) -> bool:
-    a, b = found.tensor, wanted.tensor
-    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-
-
-def _now(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
