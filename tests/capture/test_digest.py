@@ -46,9 +46,9 @@ def test_rows_add_up_to_the_whole(dtype: torch.dtype, cuts: list[int]) -> None:
 
 def test_the_shares_of_ranks_add_up_and_private_state_is_counted_apart() -> None:
     tensors = {f"t{i}": noise(40 + i, 3) for i in range(5)}
-    entries = [Entry(name=n, tensor=t, gate=0, at_cut=False, common=n != "t4") for n, t in tensors.items()]
-    entries += [Entry(name="step", tensor=torch.tensor(3.0), gate=0, at_cut=False, common=True)]
-    entries += [Entry(name="buffer", tensor=noise(9), gate=None, at_cut=True, common=False)]
+    entries = [Entry(name=n, tensor=t, gate=0, at_cut=False, common=n != "t4", family=n) for n, t in tensors.items()]
+    entries += [Entry(name="step", tensor=torch.tensor(3.0), gate=0, at_cut=False, common=True, family="step")]
+    entries += [Entry(name="buffer", tensor=noise(9), gate=None, at_cut=True, common=False, family="buffer")]
     ranks = [state_digest(share(entries, rank, 3)) for rank in range(3)]
     whole = state_digest(share(entries, 0, 1))
     assert number(*(common for common, _ in ranks)) == number(whole[0])
