@@ -57,6 +57,12 @@ class RingMade(Event, frozen=True, kw_only=True):
     pinned: bool
 
 
+class TapMoved(Event, frozen=True, kw_only=True):
+    """Gradients are no longer recorded as they are reduced, but in front of the optimizer's step."""
+
+    reason: str
+
+
 class ChainEnded(Event, frozen=True, kw_only=True):
     """A step could not be recorded: the log goes on from the next base."""
 
@@ -133,6 +139,26 @@ class Stopping(Event, frozen=True, kw_only=True):
     step: int
 
 
+class Tuned(Event, frozen=True, kw_only=True):
+    """A number was chosen anew: the formula, what went into it, and the constraint that decided."""
+
+    what: str
+    value: int
+    formula: str
+    inputs: dict[str, float]
+    bound: str
+    assumed: tuple[str, ...]
+
+
+class Chose(Event, frozen=True, kw_only=True):
+    """How steps are kept from now on, and why."""
+
+    step: int
+    strategy: str
+    reason: str
+    inputs: dict[str, float]
+
+
 class Finished(Event, frozen=True, kw_only=True):
     rank: int
     step: int
@@ -144,6 +170,7 @@ AnyEvent = (
     | ArenaMade
     | RingMade
     | ChainEnded
+    | TapMoved
     | Logged
     | Replayed
     | Skipped
@@ -154,6 +181,8 @@ AnyEvent = (
     | Scavenged
     | Retired
     | Stopping
+    | Tuned
+    | Chose
     | Finished
 )
 Sink = Callable[[Event], None]

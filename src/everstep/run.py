@@ -23,24 +23,25 @@ from torch import nn
 from everstep import topology
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
+from everstep.capture.compression import Compression
+from everstep.capture.compressor import Compressor
 from everstep.capture.copier import Copier
 from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
-from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
+from everstep.capture.steering import Steering
+from everstep.config import Disk, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.protocol import Hello, runtime_folder
 from everstep.keeper.scavenge import sign
 from everstep.recover.resume import resume
-from everstep.recover.state import State, is_stateful
+from everstep.recover.state import State, as_list, stateful_list
 from everstep.recover.survey import Sources
 from everstep.signals import Signals
 from everstep.store import claim
 from everstep.types import Level
-
-_LOG_PER_BASE = 4  # a base is taken when the records since the last one are this many times as large
 
 
 def guard(
@@ -55,7 +56,9 @@ def guard(
     epochs: int | None = 1,
     steps: int | None = None,
     lose_at_most: int | str = 1,
+    overhead_budget: float = 0.03,
     strategy: Strategy = "auto",
+    compress: Compressor | None = None,
     tiers: list[Memory | Disk] | None = None,
     keep: int | Keep = 2,
     strict: bool = True,
@@ -68,37 +71,25 @@ def guard(
     model, optimizer, scheduler: one or a list. loader: what the run iterates, or None for loops that call run.done().
     extra: names of anything with state_dict/load_state_dict, or plain trees of numbers, strings, bytes and tensors; on
     resume plain values are put back under their names. lose_at_most: steps, or a duration such as "30s".
+    overhead_budget: the share of the training time that this may cost. strategy: "snapshot" (a base each time), "log"
+    (a base now and then, and what the optimizers consumed in every step), or "auto": what is measured to cost less.
     mode: where captures land: "host" memory, spare "device" memory first, "direct" into Memory(path=...), or "disk"
     (as often as the disk takes them). keep: how many checkpoints stay on disk, or Keep(last=, every=).
     linger: how long the keeper holds memory for a restart after the trainers are gone.
     """
     chosen = settings(
-        dir, lose_at_most=lose_at_most, strategy=strategy, tiers=tiers, keep=keep, mode=mode, strict=strict,
-        epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
+        dir, lose_at_most=lose_at_most, overhead_budget=overhead_budget, strategy=strategy, tiers=tiers, keep=keep,
+        mode=mode, strict=strict, epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
     )  # fmt: skip
     state = State(
-        models=_as_list(model, nn.Module, "model"),
-        optimizers=_as_list(optimizer, torch.optim.Optimizer, "optimizer"),
-        schedulers=_stateful_list(scheduler, "scheduler"),
+        models=as_list(model, nn.Module, "model"),
+        optimizers=as_list(optimizer, torch.optim.Optimizer, "optimizer"),
+        schedulers=stateful_list(scheduler, "scheduler"),
         scaler=scaler,
         extra=extra,
+        compressor=compress,
     )
     return Run(state, loader, chosen)
-
-
-def _as_list(value: Any, kind: type, name: str) -> list[Any]:
-    items = [value] if isinstance(value, kind) else list(value) if isinstance(value, list | tuple) else []
-    if not items or not all(isinstance(item, kind) for item in items):
-        raise BadConfig(f"{name} must be a {kind.__module__}.{kind.__name__} or a list of them, not {value!r}")
-    return items
-
-
-def _stateful_list(value: Any, name: str) -> list[Any]:
-    items = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    for item in items:
-        if not is_stateful(item):
-            raise BadConfig(f"{name} must have state_dict() and load_state_dict(), and {item!r} has not")
-    return items
 
 
 class Run:
@@ -125,7 +116,7 @@ class Run:
         self._lock = claim.hold(chosen.directory, self._place)
         self._run = claim.identity(chosen.directory, self._place, self._emit)
         source = self._restore()
-        generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
+        self._generation = generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
@@ -138,9 +129,13 @@ class Run:
             emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
             resumed_base=self._resumed_base, leased=set(self._keeper.leased),
         )  # fmt: skip
-        self._recorder = self._make_recorder(generation, rings) if chosen.strategy == "log" else None
-        if self._recorder is None:
-            self._leave_behind(rings)
+        self._steering = Steering(
+            state.subjects, self._capture, chosen, self._place, self._emit,
+            had_log=self._resumed_base != self.resumed_from,
+        )  # fmt: skip
+        compressor = state.subjects.compressor
+        self._compression = Compression(state.subjects, compressor) if compressor is not None else None
+        self._recorder = self._begin_log(rings)
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
         )
@@ -153,8 +148,7 @@ class Run:
     # -- beginning
 
     def _hello(self, generation: str, local: int) -> Hello:
-        disk, keep = self.settings.disk, self.settings.keep
-        every = Every() if disk.every is None else Every.parse(disk.every, name="Disk(every=)")
+        keep, every, lose = self.settings.keep, self.settings.disk.cadence, self.settings.capture
         linger_s = self.settings.linger_s
         if self.settings.keeper == "inline":
             local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
@@ -162,7 +156,8 @@ class Run:
             rank=self._place.rank, world=self._place.world, local=local, pid=os.getpid(), run=self._run,
             directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
-            keep_last=keep.last, keep_every=keep.every, linger_s=linger_s, torch=str(torch.__version__),
+            lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
+            torch=str(torch.__version__),
         )  # fmt: skip
 
     def _sources(self) -> Sources:
@@ -176,24 +171,27 @@ class Run:
         for arena in (*sources.arenas, *sources.rings):
             if arena not in mine:
                 arena.close()
-        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind == "log"]
+        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind != "base"]
 
-    def _make_recorder(self, generation: str, rings: list[Arena]) -> Recorder:
-        recorder = Recorder(
-            self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
-            generation=generation, emit=self._emit, attach=self._keeper.attach_ring, left=rings,
-            resumed_from=self.resumed_from,
-        )  # fmt: skip
-        if self.resumed_from is not None:  # the chain goes on with the very next step
-            shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
-            self._capture.leave_behind(recorder.prepare(shape))
-        return recorder
-
-    def _leave_behind(self, rings: list[Arena]) -> None:
-        """Records of an earlier life that had a log: needed until this one has a base, and never to be followed."""
+    def _begin_log(self, rings: list[Arena]) -> Recorder | None:
+        """The rings of an earlier life are gone on with, or held until bases have taken their place."""
+        if self._steering.strategy == "log":
+            recorder = self._make_recorder(rings, self.resumed_from)
+            if self.resumed_from is not None:  # the chain goes on with the very next step
+                shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
+                self._capture.leave_behind(recorder.prepare(shape))
+            return recorder
         for ring in rings:
             ring.unseal_after(self.resumed_from)
         self._capture.leave_behind(rings)
+        return None
+
+    def _make_recorder(self, rings: list[Arena], since: int | None) -> Recorder:
+        return Recorder(
+            self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
+            generation=self._generation, emit=self._emit, attach=self._keeper.attach, left=rings, resumed_from=since,
+            compression=self._compression,
+        )  # fmt: skip
 
     def _restore(self) -> str:
         with self._sources() as sources:
@@ -257,9 +255,12 @@ class Run:
         self.step += 1
         before, self._cut_at = self._cut_at, time.monotonic()
         self._step_s = self._cut_at - before
-        leaving = self._leaving()
-        if leaving or self._is_due() or self.step == self.settings.steps:
+        self._steering.at_cut(self._step_s, self._recorder)
+        leaving, turned = self._leaving(), self._steer()
+        if not turned and (leaving or self._is_due() or self.step == self.settings.steps):
             self._take()
+        if self._compression is not None:
+            self._compression.end_step()
         if leaving:
             self._leave()
 
@@ -288,9 +289,24 @@ class Run:
             self._capture.leave_behind(self._recorder.prepare(self._capture.shape))
 
     def _is_base_due(self) -> bool:
-        assert self._recorder is not None and self._capture.shape is not None
-        records = self.step - self._capture.base_step
-        return records * self._recorder.record_bytes >= _LOG_PER_BASE * self._capture.shape.layout.total_bytes
+        return self.step - self._capture.base_step >= self._steering.steps_per_base
+
+    def _steer(self) -> bool:
+        """Turn, if it is time to; on a base, so that nothing is less safe on the way."""
+        keeper, steering = self._keeper, self._steering
+        if not steering.decide(self.step, self._recorder, keeper.base_write_s, keeper.record_write_s):
+            return False
+        self._take(base=True)
+        if self._recorder is not None:
+            self._capture.leave_behind(self._recorder.close())
+            keeper.detach_rings()
+            self._recorder = None
+        else:
+            self._recorder = self._make_recorder([], self.step)
+            assert self._capture.shape is not None
+            self._capture.leave_behind(self._recorder.prepare(self._capture.shape))
+            keeper.persist(self.step, as_base=True)  # records lead nowhere on the disk before it is there
+        return True
 
     def _tree(self) -> dict[str, Any]:
         return {
@@ -342,6 +358,7 @@ class Run:
             "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
             "arena": arena.place if arena is not None else None,
             "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
+            **self._steering.status(),
             "stall_s": self._capture.stall_s,
             "trouble": self._keeper.trouble,
         }
@@ -372,6 +389,8 @@ class Run:
         self._closed = True
         if self._recorder is not None:
             self._recorder.close()
+        if self._compression is not None:
+            self._compression.close()
         self._capture.close()
         self._copier.close()
         self._keeper.close(final=final)

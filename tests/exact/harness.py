@@ -28,14 +28,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import everstep
-from everstep.capture import layout, position, snapshot
+from everstep.capture import layout, position, snapshot, steering
 from everstep.keeper.client import keeper_pid
+from everstep.tune.controller import Measured
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import Countdown
@@ -78,6 +80,7 @@ class Life:
     seed: int = SEED
     slow_copies: bool = False
     operation: int | None = None  # before which operation on a medium to die
+    turn_every: int = 0
 
     def file(self, what: str) -> Path:
         return self.directory / f"{what}-life-{self.number}-rank-{self.rank}"
@@ -210,6 +213,8 @@ def live(life: Life) -> None:
             _slow_down_copies()
         if life.operation is not None:
             Countdown(life.operation).install()
+        if life.turn_every:
+            _turn_every(life.turn_every)
         if life.world > 1:
             os.environ |= {"RANK": str(life.rank), "WORLD_SIZE": str(life.world), "LOCAL_RANK": str(life.rank)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(life.port)}
@@ -236,6 +241,19 @@ def _die_when_asked(trial: Trial) -> None:
         return original(feed)
 
     position.Feed.next_batch = next_batch  # type: ignore[method-assign]
+
+
+def _turn_every(steps: int) -> None:
+    """Make up costs for strategy="auto": whatever the run does is dear, and the other way is cheap."""
+    read = steering.Steering._read
+
+    def made_up(self: steering.Steering, recorder: Any, *rest: Any) -> Measured:
+        seen = read(self, recorder, *rest)
+        base_stall_s = 0.05 if recorder is None else 0.0
+        return msgspec.structs.replace(seen, step_s=0.1, base_stall_s=base_stall_s, record_stall_s=0.0)
+
+    steering.WINDOW = steps
+    steering.Steering._read = made_up  # type: ignore[method-assign]
 
 
 def _slow_down_copies() -> None:
@@ -266,6 +284,7 @@ class Stage:
     keeper: str = "inline"
     strategy: str = "snapshot"
     lives: int = 0
+    turn_every: int = 0  # with strategy="auto": steps between turns
 
     def play(
         self,
@@ -315,7 +334,7 @@ class Stage:
                     Life(
                         feature=self.feature, directory=self.directory, number=self.lives, rank=rank, world=world,
                         port=port, kill=kill, keeper=self.keeper, strategy=self.strategy, seed=seed,
-                        slow_copies=self.lives % 2 == 0,
+                        slow_copies=self.lives % 2 == 0, turn_every=self.turn_every,
                         operation=operation[1] if operation is not None and operation[0] == rank else None,
                     ),
                 ),

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everstep.capture.compressor import Compressor
 from everstep.errors import BadConfig, Unstorable
 from everstep.image import Wanted
 from everstep.types import OptimizerInfo
+
+COMPRESSOR = "compressor."  # how the residuals of a gradient compressor are called
 
 BUCKET_BYTES = 8 << 20  # on one H200 32 MB cost GPT-2 2.8 %, 8 MB 0.5 %: what is queued delays the loop
 
@@ -117,6 +120,7 @@ class Subjects:
     models: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     scaler: Any = None
+    compressor: Compressor | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict)  # from extra=
 
     def names(self) -> dict[int, str]:
@@ -168,24 +172,7 @@ class Subjects:
 
         common: dict[int, bool] = {}
         for prefix, model in self.named_modules():
-            replicated = is_replicated(model)
-            for path, module in model.named_modules(remove_duplicate=False):
-                watch.grows(module._modules)
-                watch.grows(module._parameters)
-                for key, parameter in module._parameters.items():
-                    if parameter is not None:
-                        common[id(parameter)] = common.get(id(parameter), False) or replicated
-                        name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
-                        how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
-                        add(name, parameter, module._parameters, key, **how)
-                at_cut.grows(module._buffers)
-                for key, buffer in module._buffers.items():
-                    if buffer is None:
-                        at_cut.plain(module._buffers, key)
-                    else:
-                        kind = "" if key not in module._non_persistent_buffers_set else "volatile."
-                        name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
-                        add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
+            _list_module(prefix, model, gate, common, add, watch, at_cut)
         for i, (prefix, optimizer) in enumerate(_numbered("optimizer", self.optimizers)):
             watch.grows(optimizer.state)
             watch.grows(optimizer.param_groups)
@@ -212,8 +199,45 @@ class Subjects:
                 add(f"scaler.{key}", value, vars(self.scaler), key, gate=None, at_cut=True, common=False)
             else:
                 at_cut.plain(vars(self.scaler), key)  # a GradScaler makes its tensors when it is first used
+        if self.compressor is not None:
+            for holder in self.compressor.holders():
+                at_cut.grows(holder)
+                for key, tensor in holder.items():
+                    at_cut.add(holder, key, tensor)
+            for name, tensor in self.compressor.large().items():
+                full = COMPRESSOR + name
+                entries[id(tensor)] = Entry(name=full, tensor=tensor, gate=None, at_cut=True, common=False, family=full)
         _check_unique(entries.values())
         return Listing(list(entries.values()), aliases, tuple(on_host), watch.unchanged, at_cut.unchanged)
+
+
+def _list_module(
+    prefix: str,
+    model: nn.Module,
+    gate: dict[int, int],
+    common: dict[int, bool],
+    add: Callable[..., None],
+    watch: _Watch,
+    at_cut: _Watch,
+) -> None:
+    replicated = is_replicated(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        watch.grows(module._modules)
+        watch.grows(module._parameters)
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                common[id(parameter)] = common.get(id(parameter), False) or replicated
+                name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
+                how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
+                add(name, parameter, module._parameters, key, **how)
+        at_cut.grows(module._buffers)
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                at_cut.plain(module._buffers, key)
+            else:
+                kind = "" if key not in module._non_persistent_buffers_set else "volatile."
+                name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
+                add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
 
 
 def _list_groups(

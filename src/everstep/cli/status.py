@@ -18,5 +18,8 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
     print(
         f"step {status['step']}; sealed in memory: {status['sealed_step']}; durable on disk: {status['durable_step']}"
     )
+    ring = status["ring"]
+    if ring["bytes"]:
+        print(f"log: {ring['records']} records in the ring, {ring['unwritten']} of them not on disk yet")
     rows = [[e.event, e.restored_from, str(e.steps), human_seconds(e.seconds)] for e in status["exposure"]]
     print_table(["if ...", "restored from", "steps lost", "work lost"], rows)

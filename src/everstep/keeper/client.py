@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.capture.arena import MEMFD, Arena
+from everstep.capture.arena import MEMFD, Arena, ArenaKind
 from everstep.config import KeeperKind
 from everstep.errors import EverstepError, KeeperLost
 from everstep.events import Degraded, Sink
@@ -24,6 +24,7 @@ from everstep.keeper.protocol import (
     Attach,
     Bye,
     Channel,
+    Detach,
     Durable,
     Hello,
     Inherit,
@@ -58,13 +59,13 @@ class KeeperClient:
         self._kind, self._run, self._directory, self._emit = kind, run, directory, emit
         self._hello: Hello | None = None
         self._answers: Answers | None = None
-        self._arena: Arena | None = None
-        self._ring: Arena | None = None
+        self._arenas: dict[ArenaKind, Arena] = {}
         self._channel: Channel | None = None
         self._state = threading.Condition()
         self._closing = False
         self._inline: threading.Thread | None = None
         self.durable_step = self.durable_base = -1
+        self.base_write_s = self.record_write_s = -1.0  # what the last ones took
         self.trouble = ""
         self.leased: tuple[int, ...] = ()
 
@@ -107,9 +108,8 @@ class KeeperClient:
         if heard is None or not isinstance(heard[0], Welcome):
             return False
         self.leased = heard[0].leased
-        for arena in (self._arena, self._ring):
-            if arena is not None:
-                channel.send(Attach(place=arena.place), arena.descriptors)
+        for arena in self._arenas.values():
+            channel.send(Attach(place=arena.place), arena.descriptors)
         return True
 
     def _connect(self) -> Channel | None:
@@ -130,12 +130,12 @@ class KeeperClient:
     # -- what the trainer asks for
 
     def attach(self, arena: Arena) -> None:
-        self._arena = arena
+        self._arenas[arena.kind] = arena
         self._send(Attach(place=arena.place), arena.descriptors)
 
-    def attach_ring(self, ring: Arena) -> None:
-        self._ring = ring
-        self._send(Attach(place=ring.place), ring.descriptors)
+    def detach_rings(self) -> None:
+        self._arenas = {kind: arena for kind, arena in self._arenas.items() if kind == "base"}
+        self._send(Detach())
 
     def persist(self, step: int, *, as_base: bool) -> None:
         self._send(Persist(step=step, as_base=as_base))
@@ -162,7 +162,7 @@ class KeeperClient:
             raise EverstepError(f"step {step} is not durable: {self.trouble}")
         return True
 
-    def _send(self, message: Attach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
+    def _send(self, message: Attach | Detach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
         try:
             if self._channel is not None:
                 self._channel.send(message, descriptors)
@@ -194,7 +194,8 @@ class KeeperClient:
                 answers.release(slot)
             case StopAt(step=step) if answers:
                 answers.stop_at(step)
-            case Durable(step=step, base=base):
+            case Durable(step=step, base=base, base_write_s=base_write_s, record_write_s=record_write_s):
+                self.base_write_s, self.record_write_s = base_write_s, record_write_s
                 with self._state:
                     self.durable_step = max(self.durable_step, step)
                     self.durable_base = max(self.durable_base, base)

@@ -59,6 +59,7 @@ def scavenge(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
     for ring in rings:
         while book.take(ring):
             continue  # every call takes as far as there is no gap
+    book.save_values([arena for arena in arenas if arena.kind == "values"], torch_version="")
     return base if base is None else book.reach(base)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import xxhash
 from everstep.capture.arena import Arena
 from everstep.errors import KeeperLost
 from everstep.image import CHUNK_BYTES
+from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer
 
 _LEASE_TIMEOUT_S = 5.0
@@ -27,6 +29,8 @@ class Session:
     done: bool = False
     arena: Arena | None = None
     ring: Arena | None = None
+    values: Arena | None = None
+    ring_is_spent: bool = False  # nothing is recorded any more
     outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
     leased: set[int] = field(default_factory=set)
 
@@ -36,6 +40,33 @@ class Session:
                 self.channel.send(message)
             except KeeperLost:
                 self.alive = False
+
+    def take_in(self, ring: Arena | None, logbook: Logbook) -> None:
+        """A ring follows another, or none: what is left in that one goes to the disk first."""
+        if ring is not None and ring.kind == "values":
+            self.values = ring
+            return
+        before, self.ring, self.ring_is_spent = self.ring, ring, False
+        try:
+            if before is not None:
+                logbook.take(before)
+        finally:
+            if before is not None:
+                before.close()
+            if ring is None and self.values is not None:
+                self.values.close()
+                self.values = None
+
+    def let_go_outgrown(self, lock: threading.Lock) -> None:
+        """An arena that its state outgrew is needed until its successor has a seal, and again if there never is one."""
+        if not self.outgrown or self.arena is None:
+            return
+        if self.arena.seals():
+            while self.outgrown:
+                self.outgrown.pop().close()
+        elif not self.alive:
+            with lock:
+                self.arena = self.outgrown.pop()
 
 
 class Leases:
@@ -68,6 +99,15 @@ class Leases:
             if answer.step == step:
                 return answer.slot
         return None
+
+
+def check_all(sessions: list[Session], stop: Callable[[], bool]) -> None:
+    for session in sessions:
+        assert session.arena is not None
+        try:
+            check_newest(session.arena, stop)
+        except ValueError:
+            continue  # it was closed in this moment: its successor has a seal
 
 
 def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:
