@@ -24,8 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
-from everstep import run as door
-from everstep.capture import gradients
+from everstep.capture import gradients, steering
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.keeper import process
 from everstep.store.disk import DiskTier
@@ -86,16 +85,21 @@ def train_tiny(
     }
 
 
+def bases_every(steps: int) -> None:
+    """Bases of a log take turns this often in this process, whatever the tuner thinks of it."""
+    steering.Steering.steps_per_base = property(lambda self: steps)  # type: ignore[assignment,method-assign]
+
+
 def train_log(
     directory: Path,
     at_step: Callable[[everstep.Run], None] = lambda run: None,
     *,
-    records_a_base: float = 2,
+    records_a_base: int = 2,
     digest_every: int = 64,
     **options: Any,
 ) -> dict[str, Any]:
     """One life with a log. Bases switch as often as the test wants, and digests are as dense; both for this process."""
-    door._LOG_PER_BASE = records_a_base  # type: ignore[assignment]
+    bases_every(records_a_base)
     gradients._DIGEST_EVERY = digest_every
     return train_tiny(directory, at_step, strategy="log", **options)
 

@@ -21,12 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep import Disk
-from everstep import run as door
 from everstep.capture import gradients
 from everstep.events import ChainEnded, Degraded, Rejected, read_events
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import digest, forget_memory, live, must_finish, run_directory
+from lives import bases_every, digest, forget_memory, live, must_finish, run_directory
 
 STEPS = 12
 SELDOM = [Disk(every=100)]
@@ -78,12 +77,13 @@ def train(
     die_at: int | None = None,
     durable: bool = True,
     digest_every: int = 64,
-    records_a_base: float = 100,
+    records_a_base: int = 100,
     threads: int = 1,
     prepare: Callable[[Net, torch.optim.Optimizer], None] = lambda model, optimizer: None,
     **options: Any,
 ) -> dict[str, Any]:
-    gradients._DIGEST_EVERY, door._LOG_PER_BASE = digest_every, records_a_base  # type: ignore[assignment]
+    gradients._DIGEST_EVERY = digest_every
+    bases_every(records_a_base)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = Net(sparse=sparse)

@@ -39,6 +39,9 @@ from everstep.capture import layout, position, snapshot, steering
 from everstep.keeper.client import keeper_pid
 from everstep.tune.controller import Measured
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lives import Countdown
+
 SEED = 7
 PLACES = ("asked", "given", "forward", "backward", "step")
 Lines = dict[str, str]
@@ -76,6 +79,7 @@ class Life:
     strategy: str = "snapshot"
     seed: int = SEED
     slow_copies: bool = False
+    operation: int | None = None  # before which operation on a medium to die
     turn_every: int = 0
 
     def file(self, what: str) -> Path:
@@ -207,6 +211,8 @@ def live(life: Life) -> None:
             seed(life.seed)
         if life.slow_copies:
             _slow_down_copies()
+        if life.operation is not None:
+            Countdown(life.operation).install()
         if life.turn_every:
             _turn_every(life.turn_every)
         if life.world > 1:
@@ -306,9 +312,18 @@ class Stage:
         return [self.read("ended", rank)["lines"] for rank in range(world)]
 
     def live_once(
-        self, *, world: int = 1, kill: Kill | None = None, seed: int = SEED, after_s: float | None = None
+        self,
+        *,
+        world: int = 1,
+        kill: Kill | None = None,
+        seed: int = SEED,
+        after_s: float | None = None,
+        operation: tuple[int, int] | None = None,
     ) -> list[int]:
-        """One life of all ranks; when one of them is killed, or time is up, so are the others."""
+        """One life of all ranks; when one of them is killed, or time is up, so are the others.
+
+        `operation`: a rank, and the number of the operation on a medium before which it dies.
+        """
         self.lives += 1
         self.directory.mkdir(parents=True, exist_ok=True)
         port = _free_port()
@@ -320,6 +335,7 @@ class Stage:
                         feature=self.feature, directory=self.directory, number=self.lives, rank=rank, world=world,
                         port=port, kill=kill, keeper=self.keeper, strategy=self.strategy, seed=seed,
                         slow_copies=self.lives % 2 == 0, turn_every=self.turn_every,
+                        operation=operation[1] if operation is not None and operation[0] == rank else None,
                     ),
                 ),
             )

@@ -33,10 +33,19 @@ def seen(stage: Stage, worlds: list[int]) -> dict[int, Counter[int]]:
     return epochs
 
 
-@pytest.mark.parametrize("name", ["any_number_of_ranks", "any_number_of_ranks_with_a_stateful_loader"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("any_number_of_ranks", "snapshot"),
+        ("any_number_of_ranks", "log"),
+        ("any_number_of_ranks_with_a_stateful_loader", "snapshot"),
+    ],
+)
 @pytest.mark.parametrize("worlds", [[2, 1], [1, 2], [2, 3], [2, 3, 2], [2, 1, 2], [3, 1, 3]], ids=str)
-def test_state_and_data_go_on_with_another_number_of_ranks(worlds: list[int], name: str, stage: Make) -> None:
-    again = stage(name)
+def test_state_and_data_go_on_with_another_number_of_ranks(
+    worlds: list[int], name: str, strategy: str, stage: Make
+) -> None:
+    again = stage(name, strategy=strategy)
     done = 0
     for number, world in enumerate(worlds, 1):
         last = number == len(worlds)

@@ -79,7 +79,7 @@ class Capture:
         self._leased: set[int] = leased
         self._progress = 1 << 30  # buckets of the current job whose copies are launched (device) or done (host)
         self._reshape = False
-        self._versions: int | None = None
+        self._watched: tuple[list[torch.Tensor], int] | None = None  # gated tensors, and how often they were written
         self._cuts = 0
         self._fence_in_cut = False
         self.sealed_step: int | None = resumed_base  # or made by an earlier life
@@ -107,7 +107,7 @@ class Capture:
         needed = shape.gates.get(optimizer) if shape is not None else None
         if shape is None or not needed:
             return
-        if self._versions is not None:
+        if self._watched is not None:
             self._check_versions()
         if self._progress <= needed[-1]:
             begin = time.perf_counter()
@@ -207,13 +207,13 @@ class Capture:
         self._cuts += 1
         if self._cuts <= _WATCHED_CUTS:
             gated = [s.entry.tensor for s in shape.shares if not s.entry.at_cut]
-            self._versions = sum(map(_version, gated))
+            self._watched = gated, sum(map(_version, gated))
 
     def _check_versions(self) -> None:
         shape = self._shape
-        assert shape is not None
-        gated = [s.entry.tensor for s in shape.shares if not s.entry.at_cut]
-        changed, self._versions = sum(map(_version, gated)) != self._versions, None
+        assert shape is not None and self._watched is not None
+        (gated, before), self._watched = self._watched, None
+        changed = sum(map(_version, gated)) != before
         if changed and not self._fence_in_cut:
             self._fence_in_cut = True
             self._unseal_newest(shape)
@@ -232,6 +232,7 @@ class Capture:
             slot = shape.arena.slot_of(self.sealed_step) if self.sealed_step is not None else None
             if slot is not None:
                 shape.arena.unseal(slot)  # if the keeper is reading it, it finds the seal gone and drops what it wrote
+            self.sealed_step = max((seal.step for seal in shape.arena.seals().values()), default=None)
 
     # -- making the shape
 

@@ -1,0 +1,47 @@
+"""Two ranks with a log, one of which dies before an operation on a medium: both go on from one step, exact to the bit.
+
+Whoever dies between two seals leaves the other with a record more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import SEED, Stage, differing
+
+Make = Callable[..., Stage]
+FEATURE = "sgd_with_momentum"
+
+
+def walk(stage: Make, operations: range, rank: int, *, reboot: bool) -> None:
+    unbroken = stage(FEATURE).play(world=2)
+    for operation in operations:
+        again = stage(FEATURE, strategy="log")
+        codes = again.live_once(world=2, operation=(rank, operation))
+        if codes == [0, 0]:
+            return  # the walk is over
+        assert codes[rank] == -9, again.errors()
+        if reboot:
+            again.clean_up()
+        codes = again.live_once(world=2, seed=SEED + 1 if not reboot else SEED)
+        assert codes == [0, 0], again.errors()
+        resumed_from = again.read("began")["resumed_from"]
+        if resumed_from is None and not reboot:
+            continue  # it died before there was anything, and began anew from another seed
+        lines = [again.read("ended", one)["lines"] for one in range(2)]
+        assert differing(unbroken, lines) == [], f"rank {rank} died before operation {operation}: {resumed_from}"
+        if resumed_from != 12:  # a life without a step leaves what was not durable in memory
+            assert again.left_in_memory() == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_before_some_operations(rank: int, stage: Make) -> None:
+    walk(stage, range(14 + rank, 60, 17), rank, reboot=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("reboot", [False, True], ids=["killed", "rebooted"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_before_every_third_operation(rank: int, reboot: bool, stage: Make) -> None:
+    walk(stage, range(rank, 130, 3), rank, reboot=reboot)
