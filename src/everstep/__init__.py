@@ -10,6 +10,8 @@ capture/        what the optimizers consumed            digest update purity for
 capture/        and smaller, if training wants it so    compressor powersgd compress
 store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
 keeper/         out of the trainer's way                protocol session flush logbook scavenge keeper process client
+keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
+keeper/         in a process of its own                 replica_process
 # the road home: a byte returns
 recover/        back to the same step on every rank     survey plan assemble chain state load
 recover/        by repeating what followed a base       gather replay resume export

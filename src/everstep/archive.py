@@ -15,7 +15,7 @@ from everstep.capture.arena import Arena, Live
 from everstep.config import Keep
 from everstep.errors import BadConfig, Damaged, EverstepError, NothingToRestore
 from everstep.keeper import flush
-from everstep.keeper.client import keeper_pid
+from everstep.keeper.client import keeper_pid, replica_of
 from everstep.recover.plan import make_plan, without
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
@@ -53,6 +53,7 @@ class Kept:
     bytes: int
     cut_time: float
     sources: tuple[Source, ...]
+    replica: str = ""  # the device whose steps a host repeated to make it: not bit for bit
 
 
 class Archive:
@@ -103,7 +104,7 @@ class Archive:
                 if holding.source in lost or holding.node in lost:
                     survey = without(survey, holding, f"{holding.source} is taken to be lost")
             nodes = {h.node for h in survey.holdings}
-            is_training = any(process_alive(arena.pid) for arena in sources.arenas)
+            is_training = any(process_alive(arena.pid) for arena in sources.arenas if arena.kind == "base")
             while True:
                 plan = make_plan(survey, nodes)
                 looked_at = [(h, _verify(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
@@ -205,7 +206,7 @@ class Archive:
             kept = kept_steps(survey)
             arenas = sources.arenas
             live = _done_by_all(arenas)
-            pids = sorted({arena.pid for arena in arenas if process_alive(arena.pid)})
+            pids = sorted({arena.pid for arena in arenas if arena.kind == "base" and process_alive(arena.pid)})
             return {
                 "run": self.run,
                 "directory": str(self.directory),
@@ -216,6 +217,7 @@ class Archive:
                 "sealed_step": _newest(kept, "memory"),
                 "durable_step": _newest(kept, "disk"),
                 "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
+                "replica": replica_of(self.run),
                 "exposure": exposure(
                     kept, live.step if live else 0, live.cut_time if live else 0.0, time.time() if pids else None
                 ),
@@ -275,6 +277,7 @@ def kept_steps(survey: Survey) -> list[Kept]:
             steps[step] = Kept(
                 step=step, world=plan.world, bytes=sum(h.bytes for h in plan.parts),
                 cut_time=max(h.cut_time for h in plan.parts), sources=full,  # type: ignore[arg-type]
+                replica=next((h.replica for h in plan.parts if h.replica), ""),
             )  # fmt: skip
     return list(steps.values())
 

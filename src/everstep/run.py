@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ from everstep.capture.copier import Copier
 from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
+from everstep.capture.update import why_no_replica
 from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
@@ -40,7 +42,8 @@ from everstep.signals import Signals
 from everstep.store import claim
 from everstep.types import Level
 
-_LOG_PER_BASE = 4  # a base is taken when the records since the last one are this many times as large
+_LOG_PER_BASE = 4  # a base is taken when the records since the last one are this many times as large,
+_REBASE = 8  # and with a replica that many times more rarely: it needs bases only to be compared with
 
 
 def guard(
@@ -127,6 +130,7 @@ class Run:
         source = self._restore()
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
+        self._followed = self._replica_of() if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
@@ -138,7 +142,7 @@ class Run:
             emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
             resumed_base=self._resumed_base, leased=set(self._keeper.leased),
         )  # fmt: skip
-        self._recorder = self._make_recorder(generation, rings) if chosen.strategy == "log" else None
+        self._recorder = self._make_recorder(generation, rings) if chosen.strategy in ("log", "replica") else None
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
         )
@@ -161,7 +165,17 @@ class Run:
             directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
             keep_last=keep.last, keep_every=keep.every, linger_s=linger_s, torch=str(torch.__version__),
+            replica=self._followed,
         )  # fmt: skip
+
+    def _replica_of(self) -> str:
+        """On which kinds of device the state is that a replica is to follow; empty if none can."""
+        optimizers = self._state.subjects.optimizers
+        reason = next(filter(None, map(why_no_replica, optimizers)), "")
+        if reason:
+            self._emit(Degraded(what="there is no replica, the run is kept by its log", reason=reason))
+            return ""
+        return " and ".join(sorted({p.device.type for o in optimizers for g in o.param_groups for p in g["params"]}))
 
     def _sources(self) -> Sources:
         return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
@@ -170,11 +184,15 @@ class Run:
         """The bases and rings that an earlier life of this rank left on this node, or ranks that are no more."""
         sources = self._sources()
         rank, world = self._place.rank, self._place.world
-        mine = [arena for arena in (*sources.arenas, *sources.rings) if arena.rank == rank or arena.rank >= world]
+        mine = [
+            arena
+            for arena in (*sources.arenas, *sources.rings)
+            if arena.rank >= world or (arena.rank == rank and not (self._followed and arena.kind == "replica"))
+        ]
         for arena in (*sources.arenas, *sources.rings):
             if arena not in mine:
                 arena.close()
-        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind == "log"]
+        return [a for a in mine if a.kind != "log"], [a for a in mine if a.kind == "log"]
 
     def _make_recorder(self, generation: str, rings: list[Arena]) -> Recorder:
         recorder = Recorder(
@@ -282,7 +300,8 @@ class Run:
     def _is_base_due(self) -> bool:
         assert self._recorder is not None and self._capture.shape is not None
         records = self.step - self._capture.base_step
-        return records * self._recorder.record_bytes >= _LOG_PER_BASE * self._capture.shape.layout.total_bytes
+        rarely = _REBASE if self._followed else 1
+        return records * self._recorder.record_bytes >= rarely * _LOG_PER_BASE * self._capture.shape.layout.total_bytes
 
     def _tree(self) -> dict[str, Any]:
         return {
@@ -335,8 +354,15 @@ class Run:
             "arena": arena.place if arena is not None else None,
             "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
             "stall_s": self._capture.stall_s,
+            "replica": self._replica_status(),
             "trouble": self._keeper.trouble,
         }
+
+    def _replica_status(self) -> dict[str, object] | None:
+        replica = self._keeper.replica
+        if replica is None:
+            return None
+        return {**msgspec.structs.asdict(replica), "behind": self.step - replica.step}
 
     # -- ending
 

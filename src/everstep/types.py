@@ -84,6 +84,7 @@ class ImageInfo(Noun, frozen=True, kw_only=True):
     aliases: dict[str, str] = {}  # second names of tied tensors
     on_host: tuple[str, ...] = ()  # optimizer state that lies on the host though its parameter does not
     optimizers: tuple[OptimizerInfo, ...] = ()
+    replica: str = ""  # the kind of device whose steps a host repeated to make this image, so that bits may differ
 
 
 class Part(Noun, frozen=True, kw_only=True):
@@ -101,6 +102,7 @@ class Part(Noun, frozen=True, kw_only=True):
     pieces: tuple[Piece, ...]
     cut_time: float
     torch: str
+    replica: str = ""  # as the image says
     digest: str = ""
 
 
@@ -184,6 +186,7 @@ class Holding(Noun, frozen=True, kw_only=True):
     bytes: int
     cut_time: float
     checked: bool = True  # carries checksums
+    replica: str = ""  # as the image says
 
 
 class Records(Noun, frozen=True, kw_only=True):

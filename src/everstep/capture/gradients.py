@@ -17,6 +17,7 @@ only a base makes a new beginning. `whole_since` is the step that this base must
 from __future__ import annotations
 
 import struct
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -42,6 +43,7 @@ from everstep.topology import Topology
 
 _MIN_SLOTS = 4
 _DIGEST_EVERY = 64  # steps; a digest costs a few passes over the state
+_HALF = 0.5
 _grad = attrgetter("grad")
 _version = attrgetter("_version")
 
@@ -191,9 +193,8 @@ class Recorder:
             self._give_up_form()
             return self._miss(step, "the state changed its shape")
         digested = step % _DIGEST_EVERY == 0
-        payload = trees.encode(
-            {**tree, "calls": calls, "digested": digested, "threads": torch.get_num_threads()}, "state"
-        )
+        how = {"threads": torch.get_num_threads(), "flushes": _flushes_denormals()}
+        payload = trees.encode({**tree, "calls": calls, "digested": digested, **how}, "state")
         if len(payload) > form.layout.extras_bytes - 8:
             self._give_up_form()
             return self._miss(step, "the extras have outgrown their room")
@@ -341,6 +342,11 @@ def _call(optimizer: Any, index: int) -> Call:
         optimizer=index, groups=groups, absent=frozenset(), scale=_now(getattr(optimizer, "grad_scale", None)),
         found_inf=_now(getattr(optimizer, "found_inf", None)),
     )  # fmt: skip
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread computes as torch.set_flush_denormal(True) makes it; torch does not tell."""
+    return sys.float_info.min * _HALF == 0.0
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,20 @@ class Consumed:
     calls: list[Call]  # in the order in which they were made; each optimizer at most once
     gradient: Callable[[str, int, int], Tensor]  # (parameter, first row, rows) -> host memory, only to be read
     digest: tuple[int, int] | None = None  # of the state after it: common over all ranks, private of this one
+
+
+def call_of(saved: Mapping[str, Any], scalars: Mapping[str, Tensor], absent: Iterable[str]) -> Call:
+    """A call as its record has it. `scalars`: what lay on a device."""
+    groups = [dict(group) for group in saved["groups"]]
+    for name, value in scalars.items():
+        if name.startswith("group."):
+            _, g, key = name.split(".", 2)
+            groups[int(g)][key] = value
+    return Call(
+        optimizer=saved["optimizer"], groups=groups, absent=frozenset(absent),
+        scale=scalars.get("scale") if saved["scaled"] else None,
+        found_inf=scalars.get("found_inf") if saved["scaled"] else None,
+    )  # fmt: skip
 
 
 def why_not(optimizer: optim.Optimizer) -> str:
@@ -89,6 +103,23 @@ def is_sliceable(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter
         return in_rows and is_elementwise(optimizer)
     with_tails = group.get("fused") or parameter.dtype not in (torch.float32, torch.float64)
     return in_rows and not (with_tails or group.get("amsgrad") or type(optimizer) is optim.Adamax)
+
+
+def why_no_replica(optimizer: optim.Optimizer) -> str:
+    """Why a host image cannot follow this optimizer by the rows that a rank has; empty if it can.
+
+    It is rebuilt by its name, so it must be torch's own. What a device computes a host cannot repeat to the bit, but
+    what a host computes it must.
+    """
+    name = type(optimizer).__qualname__
+    if type(optimizer) not in ELEMENTWISE:
+        return f"{name} is none of torch's optimizers that update every element by itself"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rows = parameter.detach() if parameter.dim() else parameter.detach().view(1)
+            if parameter.device.type == "cpu" and not is_sliceable(optimizer, group, rows):
+                return f"{name}, as it is set, gives rows of {parameter.dtype} other bits than the whole parameter"
+    return ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, MemoryPath, ago, human_bytes, print_json, print_table
+from everstep.cli.output import Directory, Json, MemoryPath, ago, human_bytes, note, print_json, print_table
 
 
 def command(directory: Directory, json: Json = False, memory: MemoryPath = None) -> None:
@@ -12,7 +12,10 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
     if json:
         print_json(kept)
         return
-    rows = [[str(k.step), str(k.world), human_bytes(k.bytes), ago(k.cut_time), " and ".join(k.sources)] for k in kept]
+    rows = [
+        [str(k.step), str(k.world), human_bytes(k.bytes), ago(k.cut_time), " and ".join(k.sources) + note(k.replica)]
+        for k in kept
+    ]
     if rows:
         print_table(["step", "ranks", "size", "taken", "kept in"], rows)
     else:

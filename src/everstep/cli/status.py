@@ -18,5 +18,12 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
     print(
         f"step {status['step']}; sealed in memory: {status['sealed_step']}; durable on disk: {status['durable_step']}"
     )
+    replica = status["replica"]
+    if replica is not None:
+        drift = f"drift at step {replica.drift_step}: {replica.differing} elements by up to {replica.largest:.3g}"
+        print(
+            f"replica: step {replica.step}, {replica.behind} behind, {1000 * replica.cpu_s_per_step:.1f} ms of CPU a "
+            f"step; {drift if replica.drift_step >= 0 else 'not compared yet'}"
+        )
     rows = [[e.event, e.restored_from, str(e.steps), human_seconds(e.seconds)] for e in status["exposure"]]
     print_table(["if ...", "restored from", "steps lost", "work lost"], rows)

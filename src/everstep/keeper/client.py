@@ -21,6 +21,7 @@ from everstep.events import Degraded, Sink
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.process import start
 from everstep.keeper.protocol import (
+    AskReplica,
     Attach,
     Bye,
     Channel,
@@ -32,6 +33,7 @@ from everstep.keeper.protocol import (
     LeaseAnswer,
     Persist,
     Release,
+    Replicated,
     StopAt,
     Trouble,
     Welcome,
@@ -67,6 +69,7 @@ class KeeperClient:
         self.durable_step = self.durable_base = -1
         self.trouble = ""
         self.leased: tuple[int, ...] = ()
+        self.replica: Replicated | None = None
 
     # -- beginning and ending
 
@@ -199,6 +202,8 @@ class KeeperClient:
                     self.durable_step = max(self.durable_step, step)
                     self.durable_base = max(self.durable_base, base)
                     self._state.notify_all()
+            case Replicated():
+                self.replica = message
             case Trouble(reason=reason):
                 with self._state:
                     self.trouble = reason
@@ -239,6 +244,21 @@ def inherited(run: str) -> list[Arena]:
         mine, descriptors = descriptors[:count], descriptors[count:]
         arenas.append(Arena(mine[0], mine[1:], MEMFD))
     return arenas
+
+
+def replica_of(run: str) -> Replicated | None:
+    """Where the replica of a run stands, if a keeper of this node has one."""
+    channel = connect(run)
+    if channel is None:
+        return None
+    try:
+        channel.send(AskReplica())
+        heard = channel.receive()
+    except KeeperLost:
+        return None
+    finally:
+        channel.close()
+    return heard[0] if heard is not None and isinstance(heard[0], Replicated) else None
 
 
 def keeper_pid(run: str) -> int | None:

@@ -62,7 +62,7 @@ def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> 
     part = Part(
         format=FORMAT, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
         bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces, cut_time=seal.cut_time,
-        torch=torch_version,
+        torch=torch_version, replica=info.replica,
     )  # fmt: skip
     tier.put(part_name(seal.step, info.rank), memoryview(encode(part)))
     return part

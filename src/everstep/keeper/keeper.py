@@ -25,6 +25,7 @@ from everstep.keeper import flush
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
+    AskReplica,
     Attach,
     Bye,
     Channel,
@@ -41,7 +42,8 @@ from everstep.keeper.protocol import (
     find_runtime_folder,
     leave,
 )
-from everstep.keeper.session import Leases, Session, check_newest
+from everstep.keeper.replica import Replicas
+from everstep.keeper.session import Leases, Session, check_newest, newest_common, newest_replica
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 
@@ -52,7 +54,6 @@ _AUTO_SHARE = 0.1  # and writing takes at most this share of the time
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
 _INLINE_PATIENCE_S = 30.0
-_MANY_NODES_STRIDE = 50
 
 
 class Keeper:
@@ -70,6 +71,7 @@ class Keeper:
         self._wanted = -1  # a step that somebody waits for,
         self._wanted_base = -1  # or for its base
         self._logbook = Logbook(self.tier, emit)
+        self._replicas = Replicas(directory, emit, self._sessions, self._selector)
         self._writing_log = threading.Lock()
         self._durable_base = max(committed_steps(self.tier), default=-1)
         self._wrote = -1  # the newest base that this keeper made durable itself
@@ -106,6 +108,7 @@ class Keeper:
         self._ending.set()
         for thread in self._threads:
             thread.join()
+        self._replicas.end()
         self._remove_spent_arenas()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -145,11 +148,12 @@ class Keeper:
                 arena.populate()
                 if arena.kind == "log":
                     self._take_in(session, arena)
-                    return
-                with self._lock:
-                    if session.arena is not None:
-                        session.outgrown.append(session.arena)
-                    session.arena = arena
+                else:
+                    with self._lock:
+                        if session.arena is not None:
+                            session.outgrown.append(session.arena)
+                        session.arena = arena
+                self._replicas.show(arena)
             case LeaseAnswer():
                 self._leases.answers.put(message)
             case Persist():
@@ -163,10 +167,13 @@ class Keeper:
             case StopAt():
                 self._tell_all(message)
             case Inherit():
-                held = [a for s in self._sessions.values() for a in (*s.outgrown, s.arena, s.ring) if a is not None]
-                held = [a for a in held if a.place == MEMFD]
+                sessions = self._sessions.values()
+                known = [a for s in sessions for a in (*s.outgrown, s.arena, s.ring, s.replica) if a is not None]
+                held = [a for a in known if a.place == MEMFD]
                 counts = tuple(len(arena.descriptors) for arena in held)
                 channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
+            case AskReplica():
+                channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is not None:
                 session.done = message.final
                 session.alive = False
@@ -196,7 +203,7 @@ class Keeper:
             if earlier is not None:
                 self._lose(earlier)
                 session.arena, session.leased, session.outgrown = earlier.arena, earlier.leased, earlier.outgrown
-                session.ring = earlier.ring
+                session.ring, session.replica = earlier.ring, earlier.replica
             with self._writing_log:
                 self._logbook.open(hello)
             self._sessions[hello.rank] = session
@@ -205,15 +212,14 @@ class Keeper:
                 self._selector.register(session.watcher, selectors.EVENT_READ, lambda _: self._lose(session))
             except OSError:
                 session.watcher = -1  # the socket alone will tell
+        self._replicas.follow(session)
         channel.send(Welcome(leased=tuple(session.leased)))
 
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
-        for rank in [rank for rank in self._sessions if rank >= hello.world]:
-            arena = self._sessions.pop(rank).arena
-            if arena is not None:
-                self._overtaken.append(arena)
+        for session in [self._sessions.pop(rank) for rank in list(self._sessions) if rank >= hello.world]:
+            self._overtaken += [arena for arena in (session.arena, session.replica) if arena is not None]
         with self._writing_log:
             self._logbook.overtake(hello)
         for step in flush.set_aside(self.tier, hello.resumed_from, hello.run, hello.generation):
@@ -270,24 +276,14 @@ class Keeper:
         complete = sessions and all(s.arena is not None for s in sessions)
         return sessions if complete and len(sessions) >= sessions[0].hello.local else []
 
-    def _newest_common(self, sessions: list[Session]) -> int | None:
-        """The newest step that every local rank has sealed, in one generation.
-
-        Among several keepers only the steps that all of them would choose: every so many, and what is waited for.
-        """
-        stride = 1
-        sealed = []
-        for session in sessions:
-            if session.hello.local < session.hello.world:
-                stride = session.hello.every_steps or _MANY_NODES_STRIDE
-            assert session.arena is not None
-            sealed.append({(s.step, s.generation) for s in session.arena.seals().values()})
-        common = set.intersection(*sealed) if sealed else set()
-        return max((step for step, _ in common if step % stride == 0 or step == self._wanted), default=None)
+    def _newest(self, sessions: list[Session]) -> int | None:
+        """The newest step of which all local ranks have a base, be it their replicas'."""
+        found = (newest_common(sessions, self._wanted), newest_replica(sessions))
+        return max((step for step in found if step is not None), default=None)
 
     def _due(self) -> int | None:
         sessions = self._ready()
-        newest = self._newest_common(sessions)
+        newest = self._newest(sessions)
         if newest is None or newest <= self._durable_base or time.monotonic() < self._retry_at:
             return None
         hello = sessions[0].hello
@@ -311,17 +307,25 @@ class Keeper:
     def _flush(self, step: int) -> None:
         sessions = self._ready()
         began = time.monotonic()
-        leases = [(session, self._leases.ask(session, step)) for session in sessions]
+        leases: list[tuple[Session, int | None]] = []
+        slots: list[tuple[Session, Arena | None, int | None]]
+        if all(session.arena is not None and session.arena.slot_of(step) is not None for session in sessions):
+            leases = [(session, self._leases.ask(session, step)) for session in sessions]
+            slots = [(session, session.arena, slot) for session, slot in leases]
+        else:
+            step = self._replicas.hold(step)
+            held = [(session, session.replica) for session in sessions]
+            slots = [(session, replica, replica.slot_of(step) if replica else None) for session, replica in held]
         try:
-            if any(slot is None for _, slot in leases):
+            if any(slot is None for _, _, slot in slots):
                 return
             total, generation = 0, ""
-            for session, slot in leases:
-                assert session.arena is not None and slot is not None
+            for session, arena, slot in slots:
+                assert arena is not None and slot is not None
                 try:
-                    part = flush.persist_part(self.tier, session.arena, slot, torch_version=session.hello.torch)
+                    part = flush.persist_part(self.tier, arena, slot, torch_version=session.hello.torch)
                 except Damaged as error:
-                    session.arena.unseal(slot)  # so that the next best is taken
+                    arena.unseal(slot)  # so that the next best is taken
                     self._emit(Rejected(step=step, source="memory", reason=str(error)))
                     raise
                 if part is None:
@@ -391,11 +395,12 @@ class Keeper:
             alive = False
             for session in self._ready():
                 alive = alive or session.alive
-                assert session.arena is not None
-                try:
-                    check_newest(session.arena, self._ending.is_set)
-                except ValueError:
-                    continue  # it was closed in this moment: its successor has a seal
+                for arena in (session.arena, None if session.alive else session.replica):
+                    try:
+                        if arena is not None:
+                            check_newest(arena, self._ending.is_set)
+                    except ValueError:
+                        continue  # it was closed in this moment: its successor has a seal
             busy = time.monotonic() - began
             rest = max(_TICK_S, busy / _CHECK_SHARE if alive else 0.0)
 
@@ -414,7 +419,7 @@ class Keeper:
         patience_s = _INLINE_PATIENCE_S if self._inline else _PATIENCE_S
         gives_up = idle > patience_s or (self._inline and self._failures > 0)
         ready = self._ready()
-        newest = self._newest_common(ready)
+        newest = self._newest(ready)
         if newest is None:
             return not any(s.outgrown for s in sessions)
         if newest <= self._durable_base and self._wrote < newest:
@@ -432,11 +437,11 @@ class Keeper:
 
     def _remove_spent_arenas(self) -> None:
         ready = self._ready()
-        newest = self._newest_common(ready)
+        newest = self._newest(ready)
         if not ready or (newest is not None and newest > self._durable_base):
             return
         for session in ready:
-            for arena in (session.arena, session.ring):
+            for arena in (session.arena, session.ring, session.replica):
                 if arena is None or (arena is session.ring and self._logbook.is_behind(arena)):
                     continue
                 arena.remove()

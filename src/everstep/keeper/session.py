@@ -16,6 +16,7 @@ from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAns
 
 _LEASE_TIMEOUT_S = 5.0
 _TICK_S = 0.05
+_MANY_NODES_STRIDE = 50
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class Session:
     done: bool = False
     arena: Arena | None = None
     ring: Arena | None = None
+    replica: Arena | None = None
     outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
     leased: set[int] = field(default_factory=set)
 
@@ -36,6 +38,34 @@ class Session:
                 self.channel.send(message)
             except KeeperLost:
                 self.alive = False
+
+
+def newest_common(sessions: list[Session], wanted: int) -> int | None:
+    """The newest step that every local rank has sealed, in one generation.
+
+    Among several keepers only the steps that all of them would choose: every so many, and what is waited for.
+    """
+    stride = 1
+    sealed = []
+    for session in sessions:
+        if session.hello.local < session.hello.world:
+            stride = session.hello.every_steps or _MANY_NODES_STRIDE
+        assert session.arena is not None
+        sealed.append(_sealed(session.arena))
+    common = set.intersection(*sealed) if sealed else set()
+    return max((step for step, _ in common if step % stride == 0 or step == wanted), default=None)
+
+
+def newest_replica(sessions: list[Session]) -> int | None:
+    """The newest step of which the replicas of all ranks are sealed; only where all ranks are on this node."""
+    if not sessions or len(sessions) < sessions[0].hello.world:
+        return None
+    sealed = [_sealed(session.replica) if session.replica is not None else set() for session in sessions]
+    return max((step for step, _ in set.intersection(*sealed)), default=None)
+
+
+def _sealed(arena: Arena) -> set[tuple[int, str]]:
+    return {(seal.step, seal.generation) for seal in arena.seals().values()}
 
 
 class Leases:

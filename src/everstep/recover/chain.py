@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everstep.capture.extras import decode
 from everstep.capture.form import CALL, DIGEST, GRADIENT
-from everstep.capture.update import Call, Consumed
+from everstep.capture.update import Consumed, call_of
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.survey import RecordImage, Sources
@@ -95,19 +95,7 @@ def _consumed(step: int, images: dict[int, RecordImage], map: _Map, rank: int) -
         absent = {
             name for tree in trees.values() for c in tree["calls"] if c["optimizer"] == index for name in c["absent"]
         }
-        scalars = images[own].named(f"{CALL}{index}.")
-        groups = [dict(group) for group in call["groups"]]
-        for name, value in scalars.items():
-            if name.startswith("group."):
-                _, g, key = name.split(".", 2)
-                groups[int(g)][key] = value
-        calls.append(
-            Call(
-                optimizer=index, groups=groups, absent=frozenset(absent),
-                scale=scalars.get("scale") if call["scaled"] else None,
-                found_inf=scalars.get("found_inf") if call["scaled"] else None,
-            )
-        )  # fmt: skip
+        calls.append(call_of(call, images[own].named(f"{CALL}{index}."), absent))
     return Consumed(step=step, calls=calls, gradient=gradient, digest=_digest(images, trees, own))
 
 

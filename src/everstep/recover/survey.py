@@ -74,7 +74,10 @@ class Sources:
         if memory_path is not None:
             found += find_arenas(arena_root(None), run, self._broken)
         found += inherited(run)
-        self.arenas = [arena for arena in found if arena.kind == "base"]
+        self.arenas = [arena for arena in found if arena.kind != "log"]
+        for arena in self.arenas:
+            if arena.kind == "replica":
+                arena.lock(shared=True)  # until it is closed: nobody advances what is read here
         self.rings = [arena for arena in found if arena.kind == "log"]
         self._logs: dict[tuple[int, int], LogRead] = {}  # start, rank -> what is good of it
 
@@ -91,11 +94,18 @@ class Sources:
         )
 
     def _in_memory(self, arena: Arena) -> list[Holding]:
+        replica = ""
+        if arena.kind == "replica" and arena.seals():
+            header = bytes(arena.image(0)[: image.header_bytes(arena.image(0))])
+            try:
+                replica = image.parse_cached(header, arena.slot_bytes, arena.place)[1].replica
+            except Damaged:
+                pass  # whoever fetches it will say so
         return [
             Holding(
                 source="memory", node=self.node, step=seal.step, rank=arena.rank, world=arena.world,
                 generation=seal.generation, bytes=seal.length, cut_time=seal.cut_time,
-                checked=arena.checks(slot) is not None,
+                checked=arena.checks(slot) is not None, replica=replica,
             )
             for slot, seal in arena.seals().items()
         ]  # fmt: skip
@@ -116,7 +126,7 @@ class Sources:
             found.append(
                 Holding(
                     source="disk", node=self.node, step=step, rank=part.rank, world=part.world,
-                    generation=part.generation, bytes=part.bytes, cut_time=part.cut_time,
+                    generation=part.generation, bytes=part.bytes, cut_time=part.cut_time, replica=part.replica,
                 )
             )  # fmt: skip
         return found
