@@ -35,7 +35,7 @@ from everstep.events import Degraded, Skipped, read_events
 HERE = Path(__file__).parent
 DEVICE = "cuda"
 BLOCK_S = 0.6  # a block of steps takes about this long
-MODES = ("host", "device", "disk")  # disk: host, with the keeper writing all the time
+MODES = ("host", "device", "disk", "log")  # disk: host, with the keeper writing all the time; log: dense records
 PROTOTYPE = {"resnet18": 0.1, "vgg16": 1.8, "inception": 0.0, "alexnet": 2.3, "gpt2": 0.8}
 
 # -- the six models of the LightCheck table, with state near its sizes
@@ -132,7 +132,7 @@ def bench_mode(case: Case, mode: str, directory: Path, pairs: int) -> Row:
     disk = everstep.Disk(every=1 if mode == "disk" else "1h")
     run = everstep.guard(
         case.model, case.optimizer, dir=directory, mode="device" if mode == "device" else "host",
-        tiers=[disk], linger="1s", keep=1,
+        strategy="log" if mode == "log" else "snapshot", tiers=[disk], linger="1s", keep=1,
     )  # fmt: skip
     try:
         for _ in range(6):  # the first captures make the arena and are watched for writes that pass by the gates

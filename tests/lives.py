@@ -24,6 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
+from everstep import run as door
+from everstep.capture import gradients
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.keeper import process
 from everstep.store.disk import DiskTier
@@ -82,6 +84,20 @@ def train_tiny(
         "digest": digest(model.state_dict(), optimizer.state_dict(), losses, torch.get_rng_state()),
         "losses": losses,
     }
+
+
+def train_log(
+    directory: Path,
+    at_step: Callable[[everstep.Run], None] = lambda run: None,
+    *,
+    records_a_base: float = 2,
+    digest_every: int = 64,
+    **options: Any,
+) -> dict[str, Any]:
+    """One life with a log. Bases switch as often as the test wants, and digests are as dense; both for this process."""
+    door._LOG_PER_BASE = records_a_base  # type: ignore[assignment]
+    gradients._DIGEST_EVERY = digest_every
+    return train_tiny(directory, at_step, strategy="log", **options)
 
 
 class Outcome(msgspec.Struct):

@@ -6,8 +6,8 @@ archive.py      open(), Archive: the door for people and tools who read
 types errors events config image topology signals
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
-capture/        what the optimizers consumed            digest update purity form gradients
-capture/        and smaller, if training wants it so    compressor powersgd compress
+capture/        what the optimizers consumed            digest update purity sheet form tap gradients
+capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
 keeper/         out of the trainer's way                protocol session flush logbook scavenge keeper process client
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
@@ -15,6 +15,7 @@ keeper/         in a process of its own                 replica_process
 # the road home: a byte returns
 recover/        back to the same step on every rank     survey plan assemble chain state load
 recover/        by repeating what followed a base       gather replay resume export
+recover/        for people and tools who read          reach audit records rebuild
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 cli/            one file a command

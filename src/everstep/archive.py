@@ -6,54 +6,65 @@ Needs neither the model nor a GPU, and no torch until load() or export().
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from everstep.capture.arena import Arena, Live
 from everstep.config import Keep
-from everstep.errors import BadConfig, Damaged, EverstepError, NothingToRestore
+from everstep.errors import (
+    BadConfig,
+    Damaged,
+    Diverged,
+    EverstepError,
+    NewerFormat,
+    NothingToRestore,
+    ReplayedElsewhere,
+)
 from everstep.keeper import flush
 from everstep.keeper.client import keeper_pid, replica_of
-from everstep.recover.plan import make_plan, without
+from everstep.recover.audit import (
+    Finding,
+    chains,
+    check_chain,
+    check_log,
+    check_part,
+    check_rejections,
+    check_rings,
+    log_files,
+)
+from everstep.recover.plan import make_plan, reaches, up_to, without
+from everstep.recover.reach import (
+    Kept,
+    exposure,
+    in_words,
+    kept_steps,
+    newest_in,
+    only,
+    records_of,
+    restorable,
+    take_away,
+)
+from everstep.recover.records import Entry, entries
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
+from everstep.store.log import log_folder, log_name, scan
 from everstep.store.manifest import RUN_RECORD, committed_steps, read_commit, read_part, run_name
 from everstep.topology import process_alive
-from everstep.types import Commit, Exposure, Holding, Part, Plan, Source, Survey
+from everstep.types import Commit, Holding, Part, Plan, Records, Survey
 
 if TYPE_CHECKING:
     from everstep.recover.assemble import Checkpoint
+    from everstep.recover.chain import Chain
 
 
 def open(dir: str | Path, *, memory: str | None = None) -> Archive:
     """Open a run's directory for reading. `memory`: the path given to Memory(path=...), if one was."""
     return Archive(Path(dir).absolute(), memory)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The outcome of checking one part."""
-
-    step: int
-    source: Source
-    rank: int
-    bytes: int
-    problem: str  # empty if all is well
-    checked: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """One restorable step."""
-
-    step: int
-    world: int
-    bytes: int
-    cut_time: float
-    sources: tuple[Source, ...]
-    replica: str = ""  # the device whose steps a host repeated to make it: not bit for bit
 
 
 class Archive:
@@ -96,23 +107,20 @@ class Archive:
         """
         with self._sources() as sources:
             survey = sources.survey()
-            known = {"memory", "disk", *(h.node for h in survey.holdings)}
+            known = {"memory", "disk", *(h.node for h in survey.holdings), *(r.node for r in survey.records)}
             for name in lost:
                 if name not in known:
                     raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
-            for holding in survey.holdings:
-                if holding.source in lost or holding.node in lost:
-                    survey = without(survey, holding, f"{holding.source} is taken to be lost")
-            nodes = {h.node for h in survey.holdings}
-            is_training = any(process_alive(arena.pid) for arena in sources.arenas if arena.kind == "base")
-            while True:
-                plan = make_plan(survey, nodes)
-                looked_at = [(h, _verify(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
-                bad = [(holding, finding.problem) for holding, finding in looked_at if finding.problem]
-                if not bad:
-                    return plan
-                for holding, problem in bad:
-                    survey = without(survey, holding, problem)
+            return _sound_plan(sources, take_away(survey, lost))
+
+    def log(self, step: int | None = None) -> tuple[list[Entry], list[str]]:
+        """Every record, or those of one step, and why there are no more of them where that is not the end."""
+        with self._sources() as sources:
+            found = list(entries(sources, step))
+        records = sorted((e for e in found if not isinstance(e, str)), key=lambda e: (e.step, e.rank))
+        if step is not None and not records:
+            raise NothingToRestore(f"there is no record of step {step}")
+        return records, [problem for problem in found if isinstance(problem, str)]
 
     def manifest(self, step: int | None = None) -> tuple[Commit, list[Part]]:
         """The records of a step on disk, by default of the newest."""
@@ -127,24 +135,49 @@ class Archive:
 
     # -- whether it is sound
 
-    def verify(self, step: int | None = None) -> list[Finding]:
-        """Read and check every byte of a step, or of all of them, in memory and on disk."""
+    def verify(
+        self, step: int | None = None, *, replay: bool = False, watch: Callable[[int, int], None] | None = None
+    ) -> list[Finding]:
+        """Read and check every byte of a step, or of all of them, in memory and on disk, with the log.
+
+        replay: also repeat the steps that the log has and compare with what training noted of its state.
+        watch: is told how many bytes of how many are done.
+        """
         with self._sources() as sources:
             survey = sources.survey()
-            wanted = [h for h in survey.holdings if step is None or h.step == step]
-            found = [
-                Finding(
-                    step=r.step, source="memory" if r.source == "memory" else "disk", rank=-1, bytes=0, problem=r.reason
-                )
-                for r in survey.rejections
-                if step is None or r.step == step
-            ]
-            if not wanted and not found and step is not None:
-                raise NothingToRestore(
-                    f"there is no step {step}; there are {sorted({h.step for h in survey.holdings})}"
-                )
-            found += [_verify(sources, holding) for holding in wanted]
+            checks = self._checks(sources, survey, step)
+            if replay:
+                steady = only(survey, "disk") if _is_training(sources) else survey
+                for plan in chains(sources, steady, step):
+                    checks.append((records_of(plan)[1], partial(check_chain, sources, survey, plan)))
+            found = [f for f in check_rejections(sources, survey) if step is None or f.step == step]
+            if step is None and not _is_training(sources):
+                found += check_rings(sources)
+            if not checks and not found and step is not None:
+                there = in_words(sorted(restorable(survey)))
+                raise NothingToRestore(f"there is no step {step}; there are [{there}]")
+            done, total = 0, sum(size for size, _ in checks)
+            for size, check in checks:
+                found.append(check())
+                done += size
+                if watch is not None:
+                    watch(done, total)
             return sorted(found, key=lambda f: (f.step, f.source, f.rank))
+
+    def _checks(self, sources: Sources, survey: Survey, step: int | None) -> list[tuple[int, Callable[[], Finding]]]:
+        """What there is to read, with its bytes: all, or what a step consists of."""
+        holdings, files, limit = survey.holdings, log_files(sources), None
+        if step is not None:
+            everywhere, files = files, []
+            holdings = tuple(h for h in holdings if h.step == step)
+            if not holdings and step in restorable(survey):
+                plan = make_plan(up_to(msgspec.structs.replace(survey, attempts=()), step), {sources.node})
+                holdings, limit = plan.parts, step
+                files = [(start, rank) for start, rank in everywhere if _is_between(plan, start, rank, everywhere)]
+        checks: list[tuple[int, Callable[[], Finding]]] = [(h.bytes, partial(check_part, sources, h)) for h in holdings]
+        for start, rank in files:
+            checks.append((sources.tier.size(log_name(start, rank)), partial(check_log, sources, start, rank, limit)))
+        return checks
 
     # -- getting it out
 
@@ -171,20 +204,17 @@ class Archive:
 
     def _checkpoint(self, step: int | None, rank: int) -> Checkpoint:
         from everstep.recover.assemble import view
+        from everstep.recover.chain import BadRecord, fetch_chain
 
         with self._sources() as sources:
-            survey = sources.survey()
-            if step is not None:
-                survey = Survey(
-                    holdings=tuple(h for h in survey.holdings if h.step == step),
-                    rejections=tuple(r for r in survey.rejections if r.step == step),
-                )
+            everything = sources.survey()
+            survey = everything
+            if step is not None:  # it is asked for, whoever failed to read it before
+                survey = msgspec.structs.replace(up_to(survey, step), attempts=())
             while True:
                 plan = make_plan(survey, {sources.node})
-                if plan.step is None:
-                    reasons = "".join(f"\n  step {r.step} ({r.source}): {r.reason}" for r in plan.rejections)
-                    what = f"step {step}" if step is not None else "any step"
-                    raise (Damaged if plan.rejections else NothingToRestore)(f"cannot restore {what}{reasons}")
+                if plan.step is None or plan.base is None or step not in (None, plan.step):
+                    raise _unreachable(step, plan, survey)
                 if not 0 <= rank < plan.world:
                     raise BadConfig(f"rank must be from 0 to {plan.world - 1}, not {rank}")
                 images = {}
@@ -195,7 +225,13 @@ class Archive:
                         survey = without(survey, holding, str(error))
                         break
                 else:
-                    return view(images, plan.step, rank)
+                    base = view(images, plan.base, rank)
+                    try:
+                        chain = fetch_chain(sources, plan, rank, copy=True)
+                    except BadRecord as error:
+                        survey = without(survey, error.what, error.reason)
+                        continue
+                    return base if chain is None else _repeated(base, chain, everything)
 
     # -- right now
 
@@ -204,9 +240,9 @@ class Archive:
         with self._sources() as sources:
             survey = sources.survey()
             kept = kept_steps(survey)
-            arenas = sources.arenas
+            arenas = [*sources.arenas, *sources.rings]
             live = _done_by_all(arenas)
-            pids = sorted({arena.pid for arena in arenas if arena.kind == "base" and process_alive(arena.pid)})
+            pids = sorted({arena.pid for arena in arenas if arena.kind != "replica" and process_alive(arena.pid)})
             return {
                 "run": self.run,
                 "directory": str(self.directory),
@@ -214,32 +250,156 @@ class Archive:
                 "trainers": pids,
                 "keeper": keeper_pid(self.run),
                 "step": max([k.step for k in kept] + ([live.step] if live else []), default=0),
-                "sealed_step": _newest(kept, "memory"),
-                "durable_step": _newest(kept, "disk"),
+                "sealed_step": newest_in(survey, "memory"),
+                "durable_step": max(restorable(only(survey, "disk")), default=None),
                 "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
                 "replica": replica_of(self.run),
+                "ring": _ring_state(sources.rings),
                 "exposure": exposure(
-                    kept, live.step if live else 0, live.cut_time if live else 0.0, time.time() if pids else None
+                    survey, live.step if live else 0, live.cut_time if live else 0.0, time.time() if pids else None
                 ),
             }
 
     # -- letting go
 
-    def remove(self, step: int) -> None:
-        """Delete one step from the disk; the last one that can be restored stays."""
+    def remove(self, step: int) -> list[int]:
+        """Delete one base from the disk; returns the steps that only records after it led to, which go with it.
+
+        Refused if the newest step on disk would be among them, or if nothing would be left.
+        """
         committed = committed_steps(self._tier)
-        if step not in committed:
-            raise NothingToRestore(f"step {step} is not on disk; there are {committed}")
-        if next((s for s in flush.sound_steps(self._tier, self.run) if s != step), None) is None:
+        with self._sources() as sources:
+            survey = only(sources.survey(), "disk")
+            before = restorable(survey)
+            if step not in committed:
+                way = " It is a base and records; remove its base." if step in before else ""
+                raise NothingToRestore(f"step {step} is not on disk; there are {committed}.{way}")
+            held = tuple(h for h in survey.holdings if h.step != step)
+            survey = msgspec.structs.replace(survey, holdings=held)
+            left, gone = _sound_plan(sources, survey), sorted(before - restorable(survey) - {step})
+        if left.step is None:
             raise BadConfig(
                 f"step {step} is the last one on disk that can be restored; delete the directory to be rid of it"
             )
+        if gone and left.step < max(before):
+            raise BadConfig(
+                f"steps {in_words(gone)} can only be restored from step {step} and the log, and they are the newest"
+            )
         flush.remove_checkpoint(self._tier, step)
+        return gone
 
     def clean(self, keep: Keep | None = None) -> dict[str, list[int]]:
-        """Remove what crashes left behind, and with `keep` the checkpoints that it lets go."""
+        """Remove what crashes left behind, and with `keep` the checkpoints that it lets go.
+
+        Of the log those segments go, by the step after which they begin, that no base leads into; while somebody
+        writes it that is left to the keeper.
+        """
         retired = flush.retire(self._tier, keep, self.run, read_all=True) if keep is not None else []
-        return {"retired": retired, "orphans": flush.clean(self._tier)}
+        return {"retired": retired, "orphans": flush.clean(self._tier), "segments": self._clean_log()}
+
+    def _clean_log(self) -> list[int]:
+        gone = set()
+        with self._sources() as sources:
+            if _is_training(sources) or keeper_pid(self.run) is not None:
+                return []
+            ways = [(parts[0].step, last) for parts, last in reaches(sources.survey(), {sources.node})]
+            for start, rank in log_files(sources):
+                try:
+                    end = scan(self._tier, start, rank, self.run).last
+                except NewerFormat:
+                    continue  # not ours to judge
+                if not any(base < end and start < last for base, last in ways):
+                    self._tier.delete(log_name(start, rank))
+                    gone.add(start)
+        for start in gone:
+            if not self._tier.names(log_folder(start)):
+                self._tier.delete_folder(log_folder(start))
+        return sorted(gone)
+
+
+def _is_between(plan: Plan, start: int, rank: int, files: list[tuple[int, int]]) -> bool:
+    """Whether a file of the log may have records that a plan needs: its own end is where its rank's next one begins."""
+    base, step = plan.base or 0, plan.step or 0
+    return start < step and not any(start < other <= base for other, whose in files if whose == rank)
+
+
+def _is_training(sources: Sources) -> bool:
+    arenas = (*sources.arenas, *sources.rings)
+    return any(process_alive(arena.pid) for arena in arenas if arena.kind != "replica")
+
+
+def _sound_plan(sources: Sources, survey: Survey) -> Plan:
+    """The plan whose every byte is good, but for memory that is being trained in."""
+    nodes, is_training = {h.node for h in survey.holdings}, _is_training(sources)
+    while True:
+        plan = make_plan(survey, nodes)
+        looked_at = [(h, check_part(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
+        bad: list[tuple[Holding | Records, str]] = [(h, finding.problem) for h, finding in looked_at if finding.problem]
+        bad += _bad_records(sources, [r for r in plan.records if r.source == "disk" or not is_training])
+        if not bad:
+            return plan
+        for what, problem in bad:
+            survey = without(survey, what, problem)
+
+
+def _bad_records(sources: Sources, found: list[Records]) -> list[tuple[Records, str]]:
+    """The first of some records that is no good."""
+    for one in found:
+        for step in range(one.first, one.last + 1):
+            try:
+                sources.record(one, step)
+            except (EverstepError, OSError) as error:
+                return [(msgspec.structs.replace(one, first=step, last=step), str(error))]
+    return []
+
+
+def _unreachable(step: int | None, plan: Plan, survey: Survey) -> EverstepError:
+    """Why a step cannot be had, and which ones near it can."""
+    reasons = [r for r in plan.rejections if step is None or r.step == step]
+    if step is not None and survey.records:  # whatever broke the chain before it
+        reasons = [r for r in plan.rejections if (plan.step or -1) < r.step <= step]
+    what = f"step {step}" if step is not None else "any step"
+    text = f"cannot restore {what}"
+    if plan.step is not None:
+        text += f"; the newest before it that can be is {plan.step}"
+    text += "".join(f"\n  step {r.step} ({r.source}): {r.reason}" for r in reasons)
+    return (Damaged if any(r.certain for r in reasons) else NothingToRestore)(text)
+
+
+def _repeated(base: Checkpoint, chain: Chain, survey: Survey) -> Checkpoint:
+    """A step between bases, by repeating what led to it."""
+    from everstep.recover.rebuild import NeedsProgram, rebuild
+
+    step, bases = (
+        chain.last.step,
+        sorted({parts[0].step for parts, _ in reaches(survey, {h.node for h in survey.holdings})}),
+    )
+    nearest = min(bases, key=lambda one: abs(one - step))
+    try:
+        rebuilt = rebuild(base, chain)
+    except NeedsProgram as error:
+        raise NeedsProgram(f"{error} There are bases of steps {in_words(bases)}.") from None
+    except Diverged as error:
+        raise Diverged(error.step, error.proven, f"{error.advice} Step {nearest} is a base, and exact.") from None
+    if rebuilt.foreign:
+        proven = "no digest proves it" if rebuilt.proven is None else f"digests prove it up to step {rebuilt.proven}"
+        warnings.warn(
+            f"step {step} was trained on {rebuilt.foreign} and repeated on the host from step {base.step}, which may "
+            f"round otherwise: {proven}. Step {nearest} is a base, and exact.",
+            ReplayedElsewhere,
+            stacklevel=4,
+        )
+    return rebuilt.checkpoint
+
+
+def _ring_state(rings: list[Arena]) -> dict[str, int]:
+    """What is in the rings, and how much of it is not on a medium yet."""
+    seals = [(seal, ring.taken()) for ring in rings for seal in ring.seals().values()]
+    return {
+        "records": len(seals),
+        "unwritten": sum(seal.step > taken for seal, taken in seals),
+        "bytes": sum(ring.slot_bytes * len(ring.slots) for ring in rings),
+    }
 
 
 def _done_by_all(arenas: list[Arena]) -> Live | None:
@@ -250,69 +410,3 @@ def _done_by_all(arenas: list[Arena]) -> Live | None:
         if arena.rank not in newest or state.step > newest[arena.rank].step:
             newest[arena.rank] = state
     return min(newest.values(), key=lambda state: state.step, default=None)
-
-
-def _verify(sources: Sources, holding: Holding) -> Finding:
-    problem = ""
-    try:
-        sources.fetch(holding, copy=holding.source == "memory")
-    except (EverstepError, OSError) as error:
-        problem = str(error)
-    return Finding(
-        step=holding.step, source=holding.source, rank=holding.rank, bytes=holding.bytes, problem=problem,
-        checked=holding.checked,
-    )  # fmt: skip
-
-
-def kept_steps(survey: Survey) -> list[Kept]:
-    """The steps whose parts are all there."""
-    steps: dict[int, Kept] = {}
-    for step in sorted({holding.step for holding in survey.holdings}):
-        held = tuple(h for h in survey.holdings if h.step == step)
-        plan = make_plan(Survey(holdings=held), {h.node for h in held})
-        if plan.step is not None:
-            full = tuple(
-                s for s in ("memory", "disk") if make_plan(_only(held, s), {h.node for h in held}).step is not None
-            )
-            steps[step] = Kept(
-                step=step, world=plan.world, bytes=sum(h.bytes for h in plan.parts),
-                cut_time=max(h.cut_time for h in plan.parts), sources=full,  # type: ignore[arg-type]
-                replica=next((h.replica for h in plan.parts if h.replica), ""),
-            )  # fmt: skip
-    return list(steps.values())
-
-
-def _only(held: tuple[Holding, ...], source: str) -> Survey:
-    return Survey(holdings=tuple(h for h in held if h.source == source))
-
-
-def _newest(kept: list[Kept], source: Source) -> int | None:
-    return max((k.step for k in kept if source in k.sources), default=None)
-
-
-def exposure(kept: list[Kept], step: int, cut_time: float, now: float | None) -> list[Exposure]:
-    """What would be gone right now, for each kind of event. `now` is None when nobody trains: then work has stopped."""
-    present = max([k.step for k in kept] + [step], default=0)
-    until = now if now is not None else max([k.cut_time for k in kept] + [cut_time], default=0.0)
-    table = []
-    survivors: tuple[Source, ...]
-    for event, survivors in (
-        ("the process dies", ("memory", "disk")),
-        ("the machine reboots", ("disk",)),
-        ("this disk is lost", ()),
-    ):
-        left = [k for k in kept if set(k.sources) & set(survivors)]
-        newest = max(left, key=lambda k: k.step, default=None)
-        if newest is None:
-            table.append(Exposure(event=event, restored_from="nothing", steps=present, seconds=None))
-            continue
-        source = next(s for s in survivors if s in newest.sources)
-        table.append(
-            Exposure(
-                event=event,
-                restored_from=f"{source}, step {newest.step}",
-                steps=present - newest.step,
-                seconds=max(0.0, until - newest.cut_time),
-            )
-        )
-    return table

@@ -61,12 +61,14 @@ class NewerFormat(Damaged):
 class Diverged(EverstepError, ValueError):
     exit_code = 4
 
-    def __init__(self, step: int, proven: int | None) -> None:
-        self.step, self.proven = step, proven
+    def __init__(
+        self, step: int, proven: int | None, advice: str = "Is this the same kind of machine, with the same versions?"
+    ) -> None:
+        self.step, self.proven, self.advice = step, proven, advice
         known = "no step" if proven is None else f"step {proven}"
         super().__init__(
             f"replayed to step {step}, the state is not what it was in training; {known} after the base was proven. "
-            "Is this the same kind of machine, with the same versions?"
+            f"{advice}"
         )
 
 
@@ -128,3 +130,7 @@ class NotEnoughSpace(TierFailed):
 
 class KeeperLost(EverstepError, ConnectionError):
     exit_code = 8
+
+
+class ReplayedElsewhere(UserWarning):
+    """Steps were repeated on another kind of device than they were trained on, and may differ where no digest is."""

@@ -57,6 +57,12 @@ class RingMade(Event, frozen=True, kw_only=True):
     pinned: bool
 
 
+class TapMoved(Event, frozen=True, kw_only=True):
+    """Gradients are no longer recorded as they are reduced, but in front of the optimizer's step."""
+
+    reason: str
+
+
 class ChainEnded(Event, frozen=True, kw_only=True):
     """A step could not be recorded: the log goes on from the next base."""
 
@@ -163,6 +169,7 @@ AnyEvent = (
     | ArenaMade
     | RingMade
     | ChainEnded
+    | TapMoved
     | Logged
     | Replayed
     | ReplicaMade

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import msgspec
 import torch
@@ -23,12 +23,14 @@ from torch import nn
 
 from everstep import topology
 from everstep.capture import extras as trees
-from everstep.capture.arena import Arena
+from everstep.capture.arena import Arena, ArenaKind
+from everstep.capture.compression import Compression
+from everstep.capture.compressor import Compressor
 from everstep.capture.copier import Copier
 from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
-from everstep.capture.update import why_no_replica
+from everstep.capture.update import kinds_of_device, why_no_replica
 from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
@@ -36,14 +38,14 @@ from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.protocol import Hello, runtime_folder
 from everstep.keeper.scavenge import sign
 from everstep.recover.resume import resume
-from everstep.recover.state import State, is_stateful
+from everstep.recover.state import State, as_list, stateful_list
 from everstep.recover.survey import Sources
 from everstep.signals import Signals
 from everstep.store import claim
 from everstep.types import Level
 
 _LOG_PER_BASE = 4  # a base is taken when the records since the last one are this many times as large,
-_REBASE = 8  # and with a replica that many times more rarely: it needs bases only to be compared with
+_REBASE = 4  # and with a replica that many times more rarely: it needs bases only to be compared with
 
 
 def guard(
@@ -59,6 +61,7 @@ def guard(
     steps: int | None = None,
     lose_at_most: int | str = 1,
     strategy: Strategy = "auto",
+    compress: Compressor | None = None,
     tiers: list[Memory | Disk] | None = None,
     keep: int | Keep = 2,
     strict: bool = True,
@@ -80,28 +83,14 @@ def guard(
         epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
     )  # fmt: skip
     state = State(
-        models=_as_list(model, nn.Module, "model"),
-        optimizers=_as_list(optimizer, torch.optim.Optimizer, "optimizer"),
-        schedulers=_stateful_list(scheduler, "scheduler"),
+        models=as_list(model, nn.Module, "model"),
+        optimizers=as_list(optimizer, torch.optim.Optimizer, "optimizer"),
+        schedulers=stateful_list(scheduler, "scheduler"),
         scaler=scaler,
         extra=extra,
+        compressor=compress,
     )
     return Run(state, loader, chosen)
-
-
-def _as_list(value: Any, kind: type, name: str) -> list[Any]:
-    items = [value] if isinstance(value, kind) else list(value) if isinstance(value, list | tuple) else []
-    if not items or not all(isinstance(item, kind) for item in items):
-        raise BadConfig(f"{name} must be a {kind.__module__}.{kind.__name__} or a list of them, not {value!r}")
-    return items
-
-
-def _stateful_list(value: Any, name: str) -> list[Any]:
-    items = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    for item in items:
-        if not is_stateful(item):
-            raise BadConfig(f"{name} must have state_dict() and load_state_dict(), and {item!r} has not")
-    return items
 
 
 class Run:
@@ -142,7 +131,11 @@ class Run:
             emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
             resumed_base=self._resumed_base, leased=set(self._keeper.leased),
         )  # fmt: skip
+        compressor = state.subjects.compressor
+        self._compression = Compression(state.subjects, compressor) if compressor is not None else None
         self._recorder = self._make_recorder(generation, rings) if chosen.strategy in ("log", "replica") else None
+        if self._recorder is None:
+            self._leave_behind(rings)
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
         )
@@ -170,12 +163,13 @@ class Run:
 
     def _replica_of(self) -> str:
         """On which kinds of device the state is that a replica is to follow; empty if none can."""
-        optimizers = self._state.subjects.optimizers
-        reason = next(filter(None, map(why_no_replica, optimizers)), "")
+        subjects = self._state.subjects
+        reason = next(filter(None, map(why_no_replica, subjects.optimizers)), "")
+        if subjects.compressor is not None:
+            reason = "gradients are compressed, and a replica cannot follow that"
         if reason:
             self._emit(Degraded(what="there is no replica, the run is kept by its log", reason=reason))
-            return ""
-        return " and ".join(sorted({p.device.type for o in optimizers for g in o.param_groups for p in g["params"]}))
+        return "" if reason else " and ".join(kinds_of_device(subjects.optimizers))
 
     def _sources(self) -> Sources:
         return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
@@ -184,26 +178,31 @@ class Run:
         """The bases and rings that an earlier life of this rank left on this node, or ranks that are no more."""
         sources = self._sources()
         rank, world = self._place.rank, self._place.world
-        mine = [
-            arena
-            for arena in (*sources.arenas, *sources.rings)
-            if arena.rank >= world or (arena.rank == rank and not (self._followed and arena.kind == "replica"))
-        ]
-        for arena in (*sources.arenas, *sources.rings):
+        kinds = ("base", "log", "values") if self._followed else get_args(ArenaKind)  # a replica has its own process
+        found = (*sources.arenas, *sources.rings)
+        mine = [arena for arena in found if arena.rank >= world or (arena.rank == rank and arena.kind in kinds)]
+        for arena in found:
             if arena not in mine:
                 arena.close()
-        return [a for a in mine if a.kind != "log"], [a for a in mine if a.kind == "log"]
+        bases = [a for a in mine if a.kind in ("base", "replica")]
+        return bases, [a for a in mine if a not in bases]
 
     def _make_recorder(self, generation: str, rings: list[Arena]) -> Recorder:
         recorder = Recorder(
             self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
-            generation=generation, emit=self._emit, attach=self._keeper.attach_ring, left=rings,
-            resumed_from=self.resumed_from,
+            generation=generation, emit=self._emit, attach=self._keeper.attach, left=rings,
+            resumed_from=self.resumed_from, compression=self._compression,
         )  # fmt: skip
         if self.resumed_from is not None:  # the chain goes on with the very next step
             shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
             self._capture.leave_behind(recorder.prepare(shape))
         return recorder
+
+    def _leave_behind(self, rings: list[Arena]) -> None:
+        """Records of an earlier life that had a log: needed until this one has a base, and never to be followed."""
+        for ring in rings:
+            ring.unseal_after(self.resumed_from)
+        self._capture.leave_behind(rings)
 
     def _restore(self) -> str:
         with self._sources() as sources:
@@ -270,6 +269,8 @@ class Run:
         leaving = self._leaving()
         if leaving or self._is_due() or self.step == self.settings.steps:
             self._take()
+        if self._compression is not None:
+            self._compression.end_step()
         if leaving:
             self._leave()
 
@@ -359,10 +360,8 @@ class Run:
         }
 
     def _replica_status(self) -> dict[str, object] | None:
-        replica = self._keeper.replica
-        if replica is None:
-            return None
-        return {**msgspec.structs.asdict(replica), "behind": self.step - replica.step}
+        known = self._keeper.replica
+        return {**msgspec.structs.asdict(known), "behind": self.step - known.step} if known is not None else None
 
     # -- ending
 
@@ -390,6 +389,8 @@ class Run:
         self._closed = True
         if self._recorder is not None:
             self._recorder.close()
+        if self._compression is not None:
+            self._compression.close()
         self._capture.close()
         self._copier.close()
         self._keeper.close(final=final)

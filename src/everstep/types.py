@@ -74,6 +74,19 @@ class OptimizerInfo(Noun, frozen=True, kw_only=True):
     groups: tuple[tuple[str, ...], ...]  # the names of the parameters of each group
 
 
+class PackedBuffer(Noun, frozen=True, kw_only=True):
+    dtype: str
+    device: str  # where it was packed: some compressors multiply, and that rounds differently elsewhere
+    members: tuple[tuple[str, tuple[int, ...]], ...]  # parameters and their shapes, one after the other
+
+
+class Codec(Noun, frozen=True, kw_only=True):
+    """How the gradients of a record are packed: by which compressor, and what each buffer is made of."""
+
+    kind: str
+    buffers: dict[str, PackedBuffer]
+
+
 class ImageInfo(Noun, frozen=True, kw_only=True):
     """What an image says about itself, beside its tensors; the same for every step."""
 
@@ -84,6 +97,9 @@ class ImageInfo(Noun, frozen=True, kw_only=True):
     aliases: dict[str, str] = {}  # second names of tied tensors
     on_host: tuple[str, ...] = ()  # optimizer state that lies on the host though its parameter does not
     optimizers: tuple[OptimizerInfo, ...] = ()
+    codec: Codec | None = None  # of a record, unless it is dense
+    has_values: bool = False  # a record whose step also has values in an image of their own, or that image
+    devices: tuple[str, ...] = ()  # of a record: the kinds of device that its updates ran on
     replica: str = ""  # the kind of device whose steps a host repeated to make this image, so that bits may differ
 
 
@@ -200,6 +216,7 @@ class Records(Noun, frozen=True, kw_only=True):
     last: int
     bytes: int  # of one
     cut_time: float  # of the last
+    has_values: bool = False  # a step that ends here also needs its values
 
 
 class Rejection(Noun, frozen=True, kw_only=True):
@@ -214,6 +231,7 @@ class Survey(Noun, frozen=True, kw_only=True):
 
     holdings: tuple[Holding, ...]
     records: tuple[Records, ...] = ()
+    values: tuple[Holding, ...] = ()  # what a step left that is too large for every record
     rejections: tuple[Rejection, ...] = ()
     attempts: tuple[Attempt, ...] = ()
 
@@ -226,6 +244,7 @@ class Plan(Noun, frozen=True, kw_only=True):
     parts: tuple[Holding, ...]
     rejections: tuple[Rejection, ...]
     records: tuple[Records, ...] = ()  # for every rank, one after the other, from the base's step to `step`
+    values: tuple[Holding, ...] = ()  # of `step`, if its records need them
 
     @property
     def base(self) -> int | None:

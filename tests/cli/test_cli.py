@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +18,14 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from lives import digest, live, must_finish, run_directory, tiny, train_tiny
+from said import Cli
 from torch import nn
 
 import everstep
 from everstep import Disk, Memory
-from everstep.cli import main
 from everstep.errors import BadConfig, Damaged, NothingToRestore
 
 SELDOM = [Disk(every=100)]
-
-
-@dataclass
-class Said:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Cli = Callable[..., Said]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The command line, as its entry point runs it."""
-
-    def run(*words: object) -> Said:
-        monkeypatch.setattr(sys, "argv", ["everstep", *map(str, words)])
-        monkeypatch.setenv("COLUMNS", "200")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        said = capsys.readouterr()
-        return Said(int(leaving.value.code or 0), said.out, said.err)
-
-    return run
 
 
 # -- three runs
@@ -129,7 +97,7 @@ def killed() -> Iterator[Path]:
 def test_ls_lists_what_can_be_restored(cli: Cli, finished: Path, killed: Path) -> None:
     said = cli("ls", finished, "--json")
     assert (said.code, said.err) == (0, "")
-    assert [set(kept) for kept in said.json] == [{"step", "world", "bytes", "cut_time", "sources"}] * 3
+    assert [set(kept) for kept in said.json] == [{"step", "world", "bytes", "cut_time", "sources", "base"}] * 3
     assert [(kept["step"], kept["world"], kept["sources"]) for kept in said.json] == [
         (2, 1, ["disk"]),
         (4, 1, ["disk"]),
@@ -183,7 +151,8 @@ def test_show_tells_what_a_step_is_made_of(cli: Cli, finished: Path) -> None:
 def test_verify_reads_everything_and_finds_it_sound(cli: Cli, finished: Path, killed: Path) -> None:
     said = cli("verify", finished, "--json")
     assert said.code == 0
-    assert [set(found) for found in said.json] == [{"step", "source", "rank", "bytes", "problem", "checked"}] * 3
+    keys = {"step", "source", "rank", "bytes", "problem", "checked", "file", "note"}
+    assert [set(found) for found in said.json] == [keys] * 3
     assert {(f["step"], f["rank"], f["problem"]) for f in said.json} == {(2, 0, ""), (4, 0, ""), (6, 0, "")}
     assert [f["step"] for f in cli("verify", finished, "--step", 4, "--json").json] == [4]
     assert "3 sound, 0 damaged" in cli("verify", finished).out
@@ -192,7 +161,7 @@ def test_verify_reads_everything_and_finds_it_sound(cli: Cli, finished: Path, ki
 
 def test_plan_says_what_a_restart_would_do(cli: Cli, killed: Path) -> None:
     plan = cli("plan", killed, "--json").json
-    assert set(plan) == {"step", "world", "parts", "rejections"}
+    assert set(plan) == {"step", "world", "parts", "rejections", "records", "base"}
     assert (plan["step"], plan["world"], plan["rejections"]) == (5, 1, [])
     assert set(plan["parts"][0]) == {
         "source", "node", "step", "rank", "world", "generation", "bytes", "cut_time", "checked",
@@ -213,7 +182,7 @@ def test_status_of_a_dead_run(cli: Cli, killed: Path) -> None:
     status = cli("status", killed, "--json").json
     assert set(status) == {
         "run", "directory", "alive", "trainers", "keeper", "step", "sealed_step", "durable_step", "arena_bytes",
-        "exposure",
+        "ring", "exposure",
     }  # fmt: skip
     assert (status["alive"], status["trainers"], status["keeper"]) == (False, [], None)
     assert (status["step"], status["sealed_step"], status["durable_step"]) == (5, 5, 3)
@@ -340,7 +309,7 @@ def test_damage_is_exit_code_4_and_passed_over(cli: Cli, copy: Path, tmp_path: P
 
 def test_rm_refuses_the_last_step_that_can_be_restored(cli: Cli, copy: Path) -> None:
     damage(copy, 4)
-    assert cli("rm", copy, 2, "--json").json == {"removed": [2]}
+    assert cli("rm", copy, 2, "--json").json == {"removed": [2], "gone_with_them": []}
     said = cli("rm", copy, 6)
     assert said.code == 2
     assert "last one on disk that can be restored" in said.err
@@ -397,7 +366,7 @@ def test_an_export_to_safetensors_is_the_live_state(
 ) -> None:
     out = tmp_path / "new" / "out.safetensors"
     said = cli("export", finished, out, "--json")
-    assert (said.code, said.json) == (0, {"step": 6, "path": str(out), "format": "safetensors"})
+    assert (said.code, said.json) == (0, {"step": 6, "path": str(out), "format": "safetensors", "notes": []})
     tensors = safetensors.torch.load_file(out)
     assert_same({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}, alive["model"])
     names = [f"model.{name}" for name, _ in fresh()[0].named_parameters()]

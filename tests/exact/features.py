@@ -17,7 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import everstep
 from everstep.capture import snapshot
+from everstep.capture.compressor import Compressor
 
 FEATURES: dict[str, Callable[[Trial], None]] = {}
 ON_ONE_RANK: list[str] = []
@@ -353,6 +355,47 @@ def a_gradient_scaler_that_skips_steps(trial: Trial) -> None:
         scaler.update()
         optimizer.zero_grad()
         trial.lost(loss)
+
+
+def compressed(trial: Trial, compressor: Compressor, clip: bool = False) -> None:
+    model = trial.parallel(nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = trial.guard(model, optimizer, loader(trial), epochs=3, compress=compressor)
+    for x, y in trial.batches(run):
+        loss = error(trial, model, x, y)
+        loss.backward()
+        trial.at("backward")
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        trial.at("step")
+        optimizer.zero_grad()
+        trial.lost(loss)
+
+
+@feature(on_two_ranks=True)
+def gradients_of_which_the_largest_are_applied(trial: Trial) -> None:
+    compressed(trial, everstep.compress.TopK(0.1))
+
+
+@feature(on_two_ranks=True)
+def gradients_in_eight_bits(trial: Trial) -> None:
+    compressed(trial, everstep.compress.Int8())
+
+
+@feature()
+def gradients_in_sixteen_bits(trial: Trial) -> None:
+    compressed(trial, everstep.compress.Bf16())
+
+
+@feature(on_one_rank=False, on_two_ranks=True)
+def gradients_of_low_rank(trial: Trial) -> None:
+    compressed(trial, everstep.compress.PowerSGD(rank=1, start=4))
+
+
+@feature(on_one_rank=False, on_two_ranks=True)
+def gradients_that_are_clipped_after_they_were_compressed(trial: Trial) -> None:
+    compressed(trial, everstep.compress.TopK(0.1), clip=True)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

@@ -9,6 +9,8 @@ import pytest
 from features import ON_ONE_RANK, ON_TWO_RANKS
 from harness import EVERYWHERE, ON_TWO, Kill, Stage, differing
 
+from everstep.events import ChainEnded, Replayed, TapMoved, read_events
+
 Make = Callable[..., Stage]
 
 
@@ -132,3 +134,32 @@ def test_killed_after_the_last_update_it_ends_in_a_life_without_a_step(stage: Ma
     assert differing(unbroken, again.play([Kill(14, "backward")])) == []
     assert differing(unbroken, again.play()) == []
     assert again.read("ended")["given"] == 0
+
+
+# -- where gradients are taken
+
+
+def told(stage: Stage, kind: type) -> list[object]:
+    return [event for event in read_events(stage.directory / "run") if isinstance(event, kind)]
+
+
+def test_gradients_are_taken_as_ddp_reduces_them(stage: Make) -> None:
+    unbroken, again = stage("adamw_with_amsgrad").play(world=3), stage("adamw_with_amsgrad", strategy="log")
+    assert differing(unbroken, again.play(world=3)) == [], "the tap reduces with other bits than DDP"
+    assert told(again, TapMoved) == []
+    assert told(again, ChainEnded) == []
+
+
+def test_gradients_that_are_clipped_are_taken_in_front_of_the_step(stage: Make) -> None:
+    unbroken, again = stage("clipped_gradients").play(world=2), stage("clipped_gradients", strategy="log")
+    assert differing(unbroken, again.play(ON_TWO, world=2)) == []
+    assert len(told(again, TapMoved)) >= 2, "each rank finds it out for itself"
+    assert told(again, Replayed)
+
+
+def test_gradients_that_are_changed_after_they_were_compressed_are_recorded_dense(stage: Make) -> None:
+    name = "gradients_that_are_clipped_after_they_were_compressed"
+    unbroken, again = stage(name).play(world=2), stage(name, strategy="log")
+    assert differing(unbroken, again.play(ON_TWO, world=2)) == []
+    reasons = {event.reason for event in told(again, ChainEnded)}  # type: ignore[attr-defined]
+    assert "gradients are changed after they were compressed, so their log is dense" in reasons

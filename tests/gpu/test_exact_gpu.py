@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.capture import gradients
+from everstep.events import Replayed, read_events
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import digest, live, must_finish, run_directory
+from lives import digest, forget_memory, live, must_finish, run_directory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +28,7 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 STEPS = 8
+STRATEGY: ContextVar[str] = ContextVar("strategy", default="snapshot")
 Loop = Callable[[Path, int], dict[str, Any]]
 
 
@@ -52,6 +57,7 @@ def loop(
     **options: Any,
 ) -> dict[str, Any]:
     losses: list[float] = []
+    options = {"strategy": STRATEGY.get(), **options}
     run = everstep.guard(
         model, optimizers, dir=directory, scaler=scaler, scheduler=scheduler, extra={"losses": losses}, **options
     )
@@ -135,6 +141,27 @@ def nccl_with_one_rank(directory: Path, die_at: int) -> dict[str, Any]:
     return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())])
 
 
+def fused_and_scaled(directory: Path, die_at: int) -> dict[str, Any]:
+    model = network()
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    return loop(directory, die_at, model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)], scaler=scaler)
+
+
+def largest_gradients(directory: Path, die_at: int) -> dict[str, Any]:
+    return adam(directory, die_at, compress=everstep.compress.TopK(0.05))
+
+
+def eight_bits(directory: Path, die_at: int) -> dict[str, Any]:
+    return adam(directory, die_at, compress=everstep.compress.Int8())
+
+
+def nccl_and_largest_gradients(directory: Path, die_at: int) -> dict[str, Any]:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29518"}
+    everstep.init_process_group("nccl")
+    model = nn.parallel.DistributedDataParallel(network())
+    return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())], compress=everstep.compress.TopK(0.05))
+
+
 def spare_device_memory(directory: Path, die_at: int) -> dict[str, Any]:
     return adam(directory, die_at, mode="device")
 
@@ -157,3 +184,28 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(feature: Loop) -> None:
         resumed = must_finish(lambda: feature(two, -1))
     assert resumed["resumed_from"] is not None
     assert resumed["digest"] == whole["digest"]
+
+
+LOGGED: list[Loop] = [
+    adam, fused, capturable_with_tensor_rate, scaled, fused_and_scaled, channels_last, compiled, nccl_with_one_rank,
+    largest_gradients, eight_bits, nccl_and_largest_gradients,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reboot", [False, True], ids=["killed", "rebooted"])
+@pytest.mark.parametrize("feature", LOGGED, ids=lambda feature: feature.__name__)
+def test_by_its_log_it_ends_with_the_same_bits(feature: Loop, reboot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_DIGEST_EVERY", 2)
+    with run_directory() as one, run_directory() as two:
+        whole = must_finish(lambda: feature(one, -1))
+        STRATEGY.set("log")
+        assert live(lambda: feature(two, 5), timeout=120).killed
+        if reboot:
+            time.sleep(1.0)  # the keeper writes what is in the ring
+            forget_memory(two)
+        resumed = must_finish(lambda: feature(two, -1))
+        replayed = [event for event in read_events(two) if isinstance(event, Replayed)]
+    assert resumed["digest"] == whole["digest"]
+    assert resumed["resumed_from"] is not None
+    assert reboot or resumed["resumed_from"] >= 4
+    assert replayed or reboot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -162,7 +163,11 @@ def test_it_is_written_to_the_disk_while_the_trainer_takes_no_base(directory: Pa
             assert run._capture.sealed_step < 6
             die()
 
-    assert live(lambda: train(directory, watch)).killed
+    def life() -> dict[str, Any]:
+        door._REBASE = 1000
+        return train(directory, watch)
+
+    assert live(life).killed
     assert {6, 12, 18} <= {event.step for event in events(directory, Persisted)}
     stop_keeper(directory)
     for arena in find_arenas(arena_root(None), run_of(directory)):
@@ -250,7 +255,7 @@ def test_where_arithmetic_differs_every_image_and_the_resumed_run_say_so(
     assert live(lambda: life(watch)).killed
     for words in (["ls"], ["plan"], ["show", "--step", "8"]):
         app([words[0], str(directory), *words[1:]], standalone_mode=False)
-        assert "replica of cuda, not bit for" in capsys.readouterr().out, words
+        assert "replica of cuda" in re.sub(r"[│\s]+", " ", capsys.readouterr().out), words
     assert not everstep.open(directory).status()["replica"].exact
     assert must_finish(life)["resumed_from"] == KILLED_AT
     assert any(f"step {KILLED_AT} comes from a replica" in reason for reason in reasons(directory))

@@ -26,25 +26,26 @@ from typing import Any, Literal, get_args
 
 import xxhash
 
-from everstep.config import MAX_SLOTS
 from everstep.errors import BadConfig, Damaged, NotEnoughMemory
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMFD = "memfd"
 
-# A slot holds a whole state, or what one step consumed (then it is a ring), or a whole state that the keeper advances.
-ArenaKind = Literal["base", "log", "replica"]
+# What a slot holds: a whole state; what one step consumed (then it is a ring); what a step left that is too large for
+# every record; or a whole state that the keeper advances.
+ArenaKind = Literal["base", "log", "values", "replica"]
 
 _MAGIC = b"EVERSTEP"
 _HEADER = struct.Struct("<8sIIIIQQ32s8s")  # magic, format, rank, world, slots, slot bytes, layout digest, run, kind
 _OWNER = struct.Struct("<Q")  # pid; not in the header, which is never written again, so that no crash can tear it
 _LIVE = struct.Struct("<Qd")  # newest step, time of its cut
-_TAKEN = struct.Struct("<Q")  # of a ring: the newest step whose record is on a medium; written by the keeper
+_TAKEN = struct.Struct("<Q")  # of a ring: the newest step that is on a medium; of values: the one that is being read
 _SEAL = struct.Struct("<QQdQQ32s")  # sequence, step, cut time, length, layout digest, generation
 _CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
 _SUM = struct.Struct("<Q")
 _OWNER_AT, _LIVE_AT, _TAKEN_AT, _SEALS_AT, _SEAL_BYTES = 128, 256, 384, 512, 128
+_MAX_SLOTS = 200  # a descriptor each, and a message carries no more than 253
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
 
 
@@ -72,6 +73,11 @@ def _unpack(form: struct.Struct, buffer: mmap.mmap, at: int) -> tuple[Any, ...] 
     record = buffer[at : at + form.size]
     (total,) = _SUM.unpack_from(buffer, at + form.size)
     return form.unpack(record) if total == xxhash.xxh3_64_intdigest(record) else None
+
+
+def _head_bytes(slots: int) -> int:
+    """Of the control file: what comes before the checks, a page for up to 28 slots."""
+    return round_up(_SEALS_AT + slots * _SEAL_BYTES, BLOCK)
 
 
 def _checks_bytes(slot_bytes: int) -> int:
@@ -102,11 +108,11 @@ class Arena:
         self.pid: int = _OWNER.unpack_from(self.control, _OWNER_AT)[0]
         self.run: str = run.decode()
         self.kind: ArenaKind = kind.rstrip(b"\0").decode()
-        if version != FORMAT or count != len(slots) or count > MAX_SLOTS or self.kind not in get_args(ArenaKind):
+        if version != FORMAT or count != len(slots) or count > _MAX_SLOTS or self.kind not in get_args(ArenaKind):
             raise Damaged(f"an arena of format {version} with {count} slots for {self.kind!r}", file=place)
         if any(os.fstat(slot).st_size != self.slot_bytes for slot in slots):
             raise Damaged("an arena whose slots are cut off", file=place)
-        if len(self.control) < BLOCK + count * _checks_bytes(slot_bytes):
+        if len(self.control) < _head_bytes(count) + count * _checks_bytes(slot_bytes):
             raise Damaged("an arena whose control file is cut off", file=place)
         self.slots = [mmap.mmap(slot, self.slot_bytes) for slot in slots]
 
@@ -119,12 +125,13 @@ class Arena:
     ) -> Arena:  # fmt: skip
         """A new arena with empty slots: under `root`, or of memfds if there is none. Memory is taken now or refused."""
         size = layout.total_bytes
-        control_bytes = BLOCK + slots * _checks_bytes(size)
+        control_bytes = _head_bytes(slots) + slots * _checks_bytes(size)
         header = _HEADER.pack(_MAGIC, FORMAT, rank, world, slots, size, layout.digest, run.encode(), kind.encode())
         names = ["control", *(f"slot-{i}.safetensors" for i in range(slots))]
         folder = None
         if root is not None:
-            name = secrets.token_hex(8) if kind == "log" else f"{layout.digest:016x}"  # rings follow each other
+            own = kind in ("log", "values")  # these follow each other
+            name = secrets.token_hex(8) if own else f"{layout.digest:016x}"
             folder = root / run / f"rank-{rank:05d}-{kind}-{name}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, mode=0o700)
@@ -261,7 +268,8 @@ class Arena:
         self.control[_LIVE_AT : _LIVE_AT + _LIVE.size + _SUM.size] = _pack(_LIVE.pack(step, cut_time))
 
     def set_taken(self, step: int) -> None:
-        """The keeper's word: records up to this step may be overwritten."""
+        """The keeper's word: records up to this step may be overwritten; or, of values, this step may not."""
+        self.before("taken")
         self.control[_TAKEN_AT : _TAKEN_AT + _TAKEN.size + _SUM.size] = _pack(_TAKEN.pack(step))
 
     # -- any reader's side
@@ -305,7 +313,7 @@ class Arena:
     def checks(self, slot: int) -> tuple[int, ...] | None:
         """The chunk checksums of what is sealed in a slot, if somebody has made them."""
         seal = self.seals().get(slot)
-        at = BLOCK + slot * _checks_bytes(self.slot_bytes)
+        at = _head_bytes(len(self.slots)) + slot * _checks_bytes(self.slot_bytes)
         sequence, count = _CHECKS.unpack_from(self.control, at)
         if seal is None or sequence != seal.sequence or count != -(-self.slot_bytes // CHUNK_BYTES):
             return None
@@ -318,7 +326,7 @@ class Arena:
         )
 
     def set_checks(self, slot: int, sequence: int, checksums: tuple[int, ...]) -> None:
-        at = BLOCK + slot * _checks_bytes(self.slot_bytes)
+        at = _head_bytes(len(self.slots)) + slot * _checks_bytes(self.slot_bytes)
         record = _CHECKS.pack(sequence, len(checksums)) + struct.pack(f"<{len(checksums)}Q", *checksums)
         self.control[at : at + len(record) + _SUM.size] = _pack(record)
 

@@ -66,6 +66,14 @@ class TopK(Compressor):
         into.zero_()
         into[packed["indices"].long()] = packed["values"]
 
+    @classmethod
+    def unpack_rows(cls, packed: Mapping[str, Tensor], first: int, count: int, like: Tensor) -> Tensor:
+        bounds = torch.tensor([first, first + count], dtype=packed["indices"].dtype)
+        low, high = torch.searchsorted(packed["indices"], bounds).tolist()
+        rows = torch.zeros(count, dtype=like.dtype)
+        rows[packed["indices"][low:high].long() - first] = packed["values"][low:high]
+        return rows
+
 
 def _merge(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """The k elements with the largest sums over ranks, by rising index; of equals those with the lowest index.
@@ -120,6 +128,14 @@ class Int8(Compressor):
         torch.mul(values[:cut].view(whole, _BLOCK), scales[:whole, None], out=into[:cut].view(whole, _BLOCK))
         torch.mul(values[cut:], scales[whole:], out=into[cut:])
 
+    @classmethod
+    def unpack_rows(cls, packed: Mapping[str, Tensor], first: int, count: int, like: Tensor) -> Tensor:
+        block, last = first // _BLOCK, -(-(first + count) // _BLOCK)
+        some = {"values": packed["values"][block * _BLOCK : last * _BLOCK], "scales": packed["scales"][block:last]}
+        rows = torch.empty(some["values"].numel(), dtype=like.dtype)
+        cls.unpack(some, rows)
+        return rows[first - block * _BLOCK :][:count]
+
 
 def _quantise(blocks: Tensor) -> tuple[Tensor, Tensor]:
     low, high = torch.aminmax(blocks, dim=-1, keepdim=True)
@@ -144,3 +160,7 @@ class Bf16(Compressor):
     @classmethod
     def unpack(cls, packed: Mapping[str, Tensor], into: Tensor) -> None:
         into.copy_(packed["values"])
+
+    @classmethod
+    def unpack_rows(cls, packed: Mapping[str, Tensor], first: int, count: int, like: Tensor) -> Tensor:
+        return packed["values"][first : first + count].to(like.dtype)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ _RESIDUAL, _BUCKETS, _PASSES = "residual.", "buckets", "passes"
 
 class Compressor(ABC):
     """Averages flat buffers lossily; `packed` holds what the buffers of this step became, in order."""
+
+    _LARGE: tuple[str, ...] = (_RESIDUAL,)
 
     def __init__(self) -> None:
         self.packed: dict[str, tuple[list[Tensor], dict[str, Tensor]]] = {}
@@ -55,6 +58,12 @@ class Compressor(ABC):
     @abstractmethod
     def unpack(cls, packed: Mapping[str, Tensor], into: Tensor) -> None:
         """Fill `into` with the very bits that the buffer had after `reduce`."""
+
+    @classmethod
+    def unpack_rows(cls, packed: Mapping[str, Tensor], first: int, count: int, like: Tensor) -> Tensor:
+        """Some elements of a buffer, with the bits that `unpack` gives. `like`: such a buffer; its content is lost."""
+        cls.unpack({name: value.to(like.device) for name, value in packed.items()}, like)
+        return like[first : first + count].cpu()
 
     @torch.no_grad()
     def reduce(self, flat: Tensor, key: str, group: ProcessGroup | None) -> dict[str, Tensor]:
@@ -134,6 +143,17 @@ class Compressor(ABC):
         buckets = torch.tensor([where.get(found[name], (-1, 0)) for name in sorted(found)], dtype=torch.int64)
         residuals = {_RESIDUAL + name: held[owner] for name, owner in found.items()}
         return residuals | {_BUCKETS: buckets.view(-1, 2), _PASSES: torch.tensor(self.passes)}
+
+    def large(self) -> dict[str, Tensor]:
+        """The part of the state that is about as large as the gradients."""
+        return {name: value for name, value in self.state().items() if name.startswith(self._LARGE)}
+
+    def small(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.state().items() if not name.startswith(self._LARGE)}
+
+    def holders(self) -> list[dict[Any, Tensor]]:
+        """Where the large part lives, for whoever watches whether it was replaced."""
+        return [self._residuals, self._loose]
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take the place of the compressor that gave this state; bind() comes first."""

@@ -1,22 +1,30 @@
-"""The form of a record: where the gradients, the values and the extras of a step lie, in the ring and on a device."""
+"""The form of a record: where gradients, values and extras of a step lie.
+
+A record has the gradients of this rank's rows, dense or as a compressor packed them; what each optimizer.step() was
+called with; and the values that no gradient explains. Values that are as large as the state itself (residuals of a
+compressor, an average that the loop keeps) have a sheet of their own, because only the newest of them are ever needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everstep.capture.arena import Arena
-from everstep.capture.layout import Entry, Listing, Share, Subjects
-from everstep.capture.shape import Lane, Run, Shape, group_alike, make_lane, make_runs, place_in, view_in
-from everstep.image import FORMAT, ImageLayout, lay_out
+from everstep.capture.arena import Arena, ArenaKind
+from everstep.capture.compressor import Compressor
+from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Share, Subjects
+from everstep.capture.shape import Shape, group_alike
+from everstep.capture.sheet import Sheet, lay_out_sheet
+from everstep.image import FORMAT, ImageLayout
 from everstep.topology import Topology
-from everstep.types import ImageInfo
+from everstep.types import Codec, ImageInfo, PackedBuffer
 
-GRADIENT, CALL, DIGEST = "grad.", "call.", "digest"  # how the pieces of a record are called; others are values
+# How the pieces of a record are called; others are values.
+GRADIENT, PACKED, CALL, DIGEST = "grad.", "packed.", "call.", "digest"
 
 Groups = list[tuple[list[Tensor], list[Tensor]]]
 
@@ -27,102 +35,165 @@ class Consumer:
 
     parameters: list[list[Tensor]]
     names: list[list[str]]
+    shares: list[list[Share]]
     cuts: list[dict[int, Share]]  # those of which this rank has only some rows
-    targets: list[list[list[Tensor]]]  # slot -> list -> tensors; the same for every slot where they lie on a device
+    targets: list[list[list[Tensor]]]  # slot -> list -> tensors
     members: list[int]  # the optimizer's parameters, by id
+    packed: list[Tensor]  # those that are recorded as a compressor packed them
     others: list[Tensor]  # parameters that had no gradient to record when the form was made,
     frozen: list[str]  # and their names
     scalars: list[tuple[str, list[Tensor]]]  # device values of the call, and where they go, for every slot
 
 
 @dataclass(slots=True)
+class Field:
+    """This rank's part of one array of a packed buffer."""
+
+    key: str
+    name: str
+    shape: tuple[int, ...]  # of the whole array
+    first: int
+    count: int
+    targets: list[Tensor]  # for every slot
+
+
+@dataclass(slots=True)
+class Values:
+    """State that is copied in the cut: where it goes, for every slot of a sheet."""
+
+    shares: list[Share]
+    places: list[list[Tensor]]
+    groups: list[Groups]  # the same in lists of one device and dtype, with the sources
+
+    @classmethod
+    def on(cls, sheet: Sheet, shares: list[Share]) -> Values:
+        places = list(map(list, zip(*map(sheet.targets, shares), strict=True))) or [[] for _ in sheet.flats]
+        return cls(shares, places, [group_alike(one, shares) for one in places])
+
+    def rebind(self, fresh: dict[str, Entry]) -> None:
+        self.shares = [Share(fresh[s.entry.name], s.first, s.rows) for s in self.shares]
+        self.groups = [group_alike(one, self.shares) for one in self.places]
+
+    def take(self, slot: int) -> None:
+        for targets, sources in self.groups[slot]:
+            torch._foreach_copy_(targets, sources)
+
+
+@dataclass(slots=True)
 class Form:
     """Everything that records of one shape have in common."""
 
-    layout: ImageLayout
-    ring: Arena
-    flats: list[Tensor]
+    record: Sheet
+    values: Values
+    heavy: tuple[Sheet, Values] | None  # the sheet of large values
     consumers: list[Consumer]
-    places: list[list[Tensor]]  # for every slot: where the values of `in_cut` go
-    values: list[Groups]  # the same in lists of one device and dtype, with the values
-    runs: dict[torch.device, list[Run]]
-    lanes: dict[torch.device, Lane]
+    fields: list[Field]
+    buffers: dict[str, list[int]]  # of each packed buffer the parameters, by id
+    digest: list[Tensor]  # for every slot, where the digest of `shares` goes
+    shares: list[Share]
     listing: Listing
-    shares: list[Share]  # of the whole state, for its digest,
-    digest: list[Tensor]  # and for every slot where that goes
-    in_cut: list[Share]
-    loose: list[Tensor]  # state that no optimizer has and no cut copies: nobody should write it
-    drained: dict[torch.device, torch.cuda.Event]
+    loose: list[Entry]  # state that no optimizer has and no cut copies: nobody should write it
+
+    def close(self) -> None:
+        self.record.close()
+        if self.heavy is not None:
+            self.heavy[0].close()
+
+
+ArenaFor = Callable[[ImageLayout, ArenaKind], Arena]
 
 
 def make_form(
-    subjects: Subjects, shape: Shape, *, topology: Topology, run: str, ring_for: Callable[[ImageLayout], Arena]
+    subjects: Subjects,
+    shape: Shape,
+    *,
+    topology: Topology,
+    run: str,
+    compressor: Compressor | None,
+    written: set[str],
+    arena_for: ArenaFor,
 ) -> Form:
-    """Of the records of a state that `shape` captures."""
-    names = subjects.names()
+    """Of the records of a state that `shape` captures. `written`: what the loop is known to write by itself."""
     owner = {id(p): i for i, optimizer in enumerate(subjects.optimizers) for p in parameters_of(optimizer)}
+    names = subjects.names()
+    packed = dict(compressor.packed) if compressor is not None else {}
+    covered = {id(p) for parameters, _ in packed.values() for p in parameters}
     gradients = [
         Share(_gradient_of(s.entry), s.first, s.rows)
         for s in shape.shares
-        if id(s.entry.tensor) in owner and s.entry.tensor.requires_grad
+        if id(s.entry.tensor) in owner and s.entry.tensor.requires_grad and id(s.entry.tensor) not in covered
     ]
-    scalars = {i: _device_scalars(subjects, i) for i in range(len(subjects.optimizers))}
-    named = {
-        (i, name): Share(_private(f"{CALL}{i}.{name}", value), 0, 1)
-        for i, found in scalars.items()
-        for name, value in found.items()
+    calls = {
+        (i, name): _whole(_private(f"{CALL}{i}.{name}", value))
+        for i in range(len(subjects.optimizers))
+        for name, value in _device_scalars(subjects, i).items()
     }
-    in_cut = [s for s in shape.shares if s.entry.at_cut]
-    devices = [s.entry.tensor.device for s in gradients]
-    summed = torch.empty(2, dtype=torch.int64, device=devices[0] if devices else "cpu")
-    digest = Share(_private(DIGEST, summed), 0, 2)
-    everything = [*gradients, *named.values(), *in_cut, digest]
-    everything.sort(key=lambda s: str(s.entry.tensor.device))
+    parts = {
+        (key, name): _part(f"{PACKED}{key}.{name}", value, topology)
+        for key, (_, fields) in packed.items()
+        for name, value in fields.items()
+    }
+    loose = [e for e in shape.listing.entries if e.gate is None and not e.at_cut]
+    large = [s for s in shape.shares if s.entry.name.startswith(COMPRESSOR) or s.entry.name in written]
+    small = [s for s in shape.shares if s.entry.at_cut and s not in large]
+    devices = [s.entry.tensor.device for s in (*gradients, *parts.values())]
+    sums = torch.empty(2, dtype=torch.int64, device=devices[0] if devices else "cpu")
+    digest = _whole(_private(DIGEST, sums))
+    everything = [*gradients, *calls.values(), *parts.values(), *small, digest]
+    codec = None
+    if compressor is not None and packed:
+        codec = Codec(kind=type(compressor).__name__, buffers={k: _buffer(p, names) for k, (p, _) in packed.items()})
     info = ImageInfo(
-        format=FORMAT, run=run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos()
-    )
-    layout = lay_out([s.wanted() for s in everything], info, shape.layout.extras_bytes)
-    found, base = {piece.name: piece for piece in layout.pieces}, len(layout.header)
-    runs = make_runs([s for s in everything if s.entry.tensor.is_cuda], found, base)
-    ring = ring_for(layout)
-    flats = [torch.frombuffer(slot, dtype=torch.uint8) for slot in ring.slots]
-
-    def target(item: Share, flat: Tensor) -> Tensor:
-        on_device = item.entry.tensor.is_cuda
-        return place_in(runs, item, found, base) if on_device else view_in(flat, item, found, base)
+        format=FORMAT, run=run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
+        codec=codec, has_values=bool(large), devices=tuple(sorted({device.type for device in devices})),
+    )  # fmt: skip
+    layout = lay_out_sheet(everything, info, shape.layout.extras_bytes)
+    record = Sheet.make(everything, layout, arena_for(layout, "log"))
+    heavy = None
+    if large:
+        layout = lay_out_sheet(large, info, 4096)
+        sheet = Sheet.make(large, layout, arena_for(layout, "values"))
+        heavy = (sheet, Values.on(sheet, large))
 
     def consumer(index: int) -> Consumer:
-        mine = [s for s in gradients if owner[id(s.entry.tensor)] == index]
-        lists = _by_kind(mine)
+        lists = _by_kind([s for s in gradients if owner[id(s.entry.tensor)] == index])
         members = parameters_of(subjects.optimizers[index])
+        found = [list(map(record.targets, one)) for one in lists]
         return Consumer(
             parameters=[[s.entry.tensor for s in one] for one in lists],
             names=[[s.entry.family for s in one] for one in lists],
+            shares=lists,
             cuts=[{i: s for i, s in enumerate(one) if s.bytes != s.entry.tensor.nbytes} for one in lists],
-            targets=[[[target(s, flat) for s in one] for one in lists] for flat in flats],
+            targets=[[[targets[slot] for targets in one] for one in found] for slot in range(len(record.flats))],
             members=list(map(id, members)),
+            packed=[p for p in members if id(p) in covered],
             others=[p for p in members if not p.requires_grad],
             frozen=[names[id(p)] for p in members if not p.requires_grad],
-            scalars=[(name, [target(named[index, name], flat) for flat in flats]) for name in scalars[index]],
+            scalars=[(name, record.targets(item)) for (i, name), item in calls.items() if i == index],
         )
 
-    lanes = {device: make_lane(device) for device in runs}
-    slots = [[target(s, flat) for s in in_cut] for flat in flats]
     return Form(
-        layout=layout,
-        ring=ring,
-        flats=flats,
-        runs=runs,
-        lanes=lanes,
-        listing=shape.listing,
-        shares=shape.shares,
-        digest=[target(digest, flat) for flat in flats],
-        in_cut=in_cut,
-        places=slots,
-        values=[group_alike(places, in_cut) for places in slots],
+        record=record,
+        values=Values.on(record, small),
+        heavy=heavy,
         consumers=[consumer(i) for i in range(len(subjects.optimizers))],
-        loose=[e.tensor for e in shape.listing.entries if e.gate is None and not e.at_cut],
-        drained={device: torch.cuda.Event() for device in lanes},
+        fields=[
+            Field(key, name, tuple(s.entry.tensor.shape), s.first, s.rows, record.targets(s))
+            for (key, name), s in parts.items()
+        ],
+        buffers={key: list(map(id, parameters)) for key, (parameters, _) in packed.items()},
+        digest=record.targets(digest),
+        shares=shape.shares,
+        listing=shape.listing,
+        loose=[e for e in loose if e.name not in written],
+    )
+
+
+def _buffer(parameters: Sequence[Tensor], names: dict[int, str]) -> PackedBuffer:
+    return PackedBuffer(
+        dtype=DTYPES[parameters[0].dtype],
+        device=parameters[0].device.type,
+        members=tuple((names[id(p)], tuple(p.shape)) for p in parameters),
     )
 
 
@@ -137,8 +208,19 @@ def _gradient_of(entry: Entry) -> Entry:
     )  # fmt: skip
 
 
-def _private(name: str, value: Tensor) -> Entry:
-    return Entry(name=name, tensor=value, gate=None, at_cut=True, common=False, family=name)
+def _private(name: str, value: Tensor, *, common: bool = False) -> Entry:
+    return Entry(name=name, tensor=value, gate=None, at_cut=True, common=common, family=name)
+
+
+def _whole(entry: Entry) -> Share:
+    return Share(entry, 0, entry.tensor.shape[0] if entry.tensor.dim() else 1)
+
+
+def _part(name: str, value: Tensor, topology: Topology) -> Share:
+    """All ranks have the same packed form: each keeps a part of it."""
+    rows = value.shape[0] if value.dim() else 1
+    first, last = (rows * rank // topology.world for rank in (topology.rank, topology.rank + 1))
+    return Share(_private(name, value, common=True), first, last - first)
 
 
 def _device_scalars(subjects: Subjects, index: int) -> dict[str, Tensor]:
@@ -157,7 +239,7 @@ def _device_scalars(subjects: Subjects, index: int) -> dict[str, Tensor]:
     return found
 
 
-def _by_kind(shares: list[Share]) -> list[list[Share]]:
+def _by_kind(shares: Sequence[Share]) -> list[list[Share]]:
     kinds: dict[Any, list[Share]] = {}
     for item in shares:
         kinds.setdefault((item.entry.tensor.device, item.entry.tensor.dtype), []).append(item)

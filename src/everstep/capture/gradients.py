@@ -16,7 +16,6 @@ only a base makes a new beginning. `whole_since` is the step that this base must
 
 from __future__ import annotations
 
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -28,24 +27,27 @@ import torch
 from torch import Tensor
 
 from everstep.capture import extras as trees
-from everstep.capture.arena import Arena, choose_place
+from everstep.capture.arena import Arena, ArenaKind, choose_place
+from everstep.capture.compression import Compression
 from everstep.capture.copier import Copier
-from everstep.capture.digest import state_digest
+from everstep.capture.digest import digest, state_digest
 from everstep.capture.form import Form, make_form, on_device, parameters_of
-from everstep.capture.layout import Entry, Share, Subjects
+from everstep.capture.layout import Entry, Subjects
 from everstep.capture.purity import Purity
-from everstep.capture.shape import Shape, group_alike, on_side, pin, unpin
+from everstep.capture.shape import Shape, pin
+from everstep.capture.sheet import Sheet
+from everstep.capture.tap import Tap
 from everstep.capture.update import Call
-from everstep.config import MAX_SLOTS, Settings
+from everstep.config import Settings
 from everstep.events import ChainEnded, Degraded, RingMade, Sink
 from everstep.image import ImageLayout
 from everstep.topology import Topology
 
-_MIN_SLOTS = 4
+_MIN_SLOTS, _MAX_SLOTS = 4, 200
+_LOOKS = 4  # records whose gradients are compared with their packed form, before signs are trusted
 _DIGEST_EVERY = 64  # steps; a digest costs a few passes over the state
 _HALF = 0.5
 _grad = attrgetter("grad")
-_version = attrgetter("_version")
 
 
 class Recorder:
@@ -64,22 +66,28 @@ class Recorder:
         attach: Callable[[Arena], None],
         left: list[Arena],
         resumed_from: int | None,
+        compression: Compression | None,
     ) -> None:
         self._subjects, self._copier = subjects, copier
         self._topology, self._settings = topology, settings
         self._run, self._generation, self._emit = run, generation, emit
         self._attach, self._left = attach, left
         self._form: Form | None = None
+        self._newest = 1 if topology.world == 1 else 2  # steps whose values are never overwritten
         self._slot: int | None = None  # that the present step is recorded into
         self._calls: dict[int, dict[str, Any]] = {}
         self._gap = "records begin with the first base"  # why the present step cannot be recorded
         self._told = self._gap
-        self._launched = True  # whether the copies of the record before are on their way
-        self._versions = 0
+        self._compression = compression
+        self._is_packed = compression is not None  # whether the packed form is what optimizers see
+        self._written: set[str] = set()  # state that no optimizer has and the loop writes
+        self._loose: list[tuple[int, int]] = []  # of the rest: how often each was written, and its digest at first
+        self._looked = 0  # records whose gradients were compared with their packed form
         self.whole_since = resumed_from if resumed_from is not None else -1
         self.recorded_step: int | None = resumed_from
         for ring in left:
             ring.unseal_after(resumed_from)
+        self._tap = Tap(subjects, copier, emit) if compression is None else None
         self._purity: Purity | None = Purity(subjects)
         self._impure = ""  # why no step can be repeated
         self._handles = [
@@ -93,7 +101,7 @@ class Recorder:
 
     @property
     def record_bytes(self) -> int:
-        return self._form.layout.total_bytes if self._form is not None else 0
+        return self._form.record.layout.total_bytes if self._form is not None else 0
 
     # -- the training thread, in front of an update
 
@@ -124,15 +132,46 @@ class Recorder:
             self._give_up_form()
             return "a parameter has a gradient that had none before"
         if self._slot is None:
-            self._slot = form.ring.taken_slot()
+            self._open_slot(form)
             if self._slot is None:
                 return "the ring is full: the keeper does not write records as fast as they come"
-            form.ring.unseal(self._slot)
+        if not self._calls:
+            form.record.await_drain(self._copier)
+        return self._take_packed(form) if not self._calls and form.fields else ""
+
+    def _open_slot(self, form: Form) -> None:
+        self._slot = form.record.arena.taken_slot()
+        if self._slot is not None:
+            form.record.arena.unseal(self._slot)
+        if self._tap is not None:
+            self._tap.begin(form, self._slot)
+
+    def _take_packed(self, form: Form) -> str:
+        """Copy this rank's part of what the compressor made of the gradients, before the first update of a step."""
+        assert self._compression is not None and self._slot is not None
+        found = self._compression.compressor.packed
+        if self._compression.skipped:
+            return self._compression.skipped
+        if {key: list(map(id, parameters)) for key, (parameters, _) in found.items()} != form.buffers:
+            self._give_up_form()
+            return "gradients are packed in other buffers than before"
+        look = self._looked < _LOOKS or self._looked % _DIGEST_EVERY == 0
+        self._looked += 1
+        if self._compression.changed(look=look):
+            self._is_packed = False
+            self._give_up_form()
+            return "gradients are changed after they were compressed, so their log is dense"
+        arrays = [found[item.key][1][item.name] for item in form.fields]
+        if any(tuple(array.shape) != item.shape for array, item in zip(arrays, form.fields, strict=True)):
+            self._give_up_form()
+            return "gradients are packed into another number of bytes than before"
+        for array, item in zip(arrays, form.fields, strict=True):
+            part = array.narrow(0, item.first, item.count) if array.dim() else array
+            item.targets[self._slot].copy_(part)
         return ""
 
     def _take_gradients(self, index: int, form: Form) -> None:
         assert self._slot is not None
-        self._await_drain(form)
         consumer = form.consumers[index]
         absent: list[str] = []
         lists = zip(consumer.parameters, consumer.names, consumer.cuts, consumer.targets[self._slot], strict=True)
@@ -141,6 +180,12 @@ class Recorder:
             if any(g is not None and g.layout is not torch.strided for g in gradients):
                 self._gap = "a gradient is sparse"
                 return
+            if self._tap is not None:
+                self._tap.close(parameters)
+                if self._tap.has(parameters, gradients):
+                    absent += [name for name, g in zip(names, gradients, strict=True) if g is None]
+                    continue
+                form.record.early.clear()  # what is copied now must leave again
             for i, item in cuts.items():
                 gradients[i] = item.source(gradients[i]) if gradients[i] is not None else None
             if any(g is None for g in gradients):
@@ -164,16 +209,6 @@ class Recorder:
             if value is not None:
                 targets[self._slot].copy_(value)
 
-    def _await_drain(self, form: Form) -> None:
-        """Spare device memory is free again once the record before has left it."""
-        if not form.lanes:
-            return
-        if not self._launched:
-            with self._copier.changed:
-                self._copier.changed.wait_for(lambda: self._launched)
-        for device, event in form.drained.items():
-            torch.cuda.current_stream(device).wait_event(event)
-
     # -- the training thread, at the cut
 
     def cut(self, step: int, tree: dict[str, Any]) -> bool:
@@ -186,33 +221,60 @@ class Recorder:
         self._gap = self._impure
         if form is None or slot is None or gap or not calls:
             return self._miss(step, gap or "no optimizer was seen to step")
-        if sum(map(_version, form.loose)) != self._versions:
-            self._give_up_form()
-            return self._miss(step, "the loop writes state that no optimizer has")
-        if not form.listing.unchanged_at_cut() and not self._rebind(form):
-            self._give_up_form()
-            return self._miss(step, "the state changed its shape")
         digested = step % _DIGEST_EVERY == 0
         how = {"threads": torch.get_num_threads(), "flushes": _flushes_denormals()}
         payload = trees.encode({**tree, "calls": calls, "digested": digested, **how}, "state")
-        if len(payload) > form.layout.extras_bytes - 8:
+        obstacle = self._obstacle_at_cut(form, len(payload))
+        if obstacle:
             self._give_up_form()
-            return self._miss(step, "the extras have outgrown their room")
-        for targets, sources in form.values[slot]:
-            torch._foreach_copy_(targets, sources)
+            return self._miss(step, obstacle)
+        form.values.take(slot)
         if digested:
             for target, total in zip(form.digest[slot], state_digest(form.shares), strict=True):
                 target.copy_(total)
         self._slot, cut_time = None, time.time()
-        form.ring.set_live(step, cut_time)
-        for device, lane in form.lanes.items():
-            lane.cut.record(torch.cuda.current_stream(device))
-        self._launched = False
-        if form.lanes:
-            self._copier.submit(lambda: self._drain(form, slot, step, cut_time, payload))
+        form.record.arena.set_live(step, cut_time)
+        early = form.record.mark_cut()
+        large = self._take_large(form)
+        job = partial(self._drain, form, slot, early, large, step, cut_time, payload)
+        if form.record.lanes:
+            self._copier.submit(job)
         else:
-            self._drain(form, slot, step, cut_time, payload)
+            job()
+        self._open_slot(form)
         return True
+
+    def _obstacle_at_cut(self, form: Form, extras_bytes: int) -> str:
+        written = self._written_by_loop(form)
+        if written:
+            self._written |= written
+            return f"the loop writes {min(written)}, which no optimizer has; it is recorded from now on"
+        if not form.listing.unchanged_at_cut() and not self._rebind(form):
+            return "the state changed its shape"
+        if extras_bytes > form.record.layout.extras_bytes - 8:
+            return "the extras have outgrown their room"
+        return ""
+
+    def _written_by_loop(self, form: Form) -> set[str]:
+        """What of the state that nobody should write was written: by its count of writes, and at first by its bits."""
+        known, self._loose = self._loose, [(e.tensor._version, 0) for e in form.loose]
+        bits = known and known[0][1] != 0
+        now = [(e.tensor._version, int(digest(e.name, e.tensor)) | 1 if bits else 0) for e in form.loose]
+        return {entry.name for entry, a, b in zip(form.loose, known, now, strict=True) if a != b}
+
+    def _take_large(self, form: Form) -> int | None:
+        """Copy the large values too; the slot that they go to. There always is one: one is written, one is read."""
+        if form.heavy is None:
+            return None
+        sheet, values = form.heavy
+        held = sheet.arena.slot_of(sheet.arena.taken())
+        slot = sheet.arena.free_slot(self._newest, {held} if held is not None else set())
+        assert slot is not None
+        sheet.arena.unseal(slot)
+        sheet.await_drain(self._copier)
+        values.take(slot)
+        sheet.mark_cut()
+        return slot
 
     def _look_at_purity(self) -> None:
         """Whether steps of these optimizers can be repeated at all is known after the first ones."""
@@ -227,13 +289,14 @@ class Recorder:
     def _rebind(self, form: Form) -> bool:
         """Values were replaced by others: take those, if they have the same shape."""
         listing = self._subjects.listing()
-        fresh = {entry.name: entry for entry in listing.entries if entry.at_cut}
-        known = {entry.name: entry for entry in form.listing.entries if entry.at_cut}
-        if fresh.keys() != known.keys() or any(not _fits(fresh[name], known[name]) for name in known):
+        fresh = {entry.name: entry for entry in listing.entries}
+        now, then = ({e.name: e for e in one.entries if e.at_cut} for one in (listing, form.listing))
+        if now.keys() != then.keys() or any(not _fits(now[name], then[name]) for name in then):
             return False
         form.listing = listing
-        form.in_cut = [Share(fresh[s.entry.name], s.first, s.rows) for s in form.in_cut]
-        form.values = [group_alike(places, form.in_cut) for places in form.places]
+        form.values.rebind(fresh)
+        if form.heavy is not None:
+            form.heavy[1].rebind(fresh)
         return True
 
     def _miss(self, step: int, reason: str) -> bool:
@@ -245,56 +308,54 @@ class Recorder:
 
     # -- the copier thread (or the training thread, where all is on the host)
 
-    def _drain(self, form: Form, slot: int, step: int, cut_time: float, payload: bytes) -> None:
-        try:
-            flat = form.flats[slot]
-            for lane in form.lanes.values():
-                lane.cut.synchronize()
-            with on_side(form.lanes):
-                for device, runs in form.runs.items():
-                    for target, source in (pair for run in runs for pair in run.chunks(flat)):
-                        form.lanes[device].begin()
-                        target.copy_(source, non_blocking=True)
-                        form.lanes[device].end()
-                    form.drained[device].record(form.lanes[device].stream)
-        finally:
-            with self._copier.changed:
-                self._launched = True
-                self._copier.changed.notify_all()
-        begin = form.layout.extras_offset
-        room = struct.pack("<Q", len(payload)) + payload
-        flat[begin : begin + len(room)] = torch.frombuffer(bytearray(room), dtype=torch.uint8)
-        for lane in form.lanes.values():
-            lane.drain()
-        if self._settings.mode == "direct":
-            form.ring.flush(slot)
-        form.ring.seal(slot, step=step, cut_time=cut_time, generation=self._generation)
-        if self._settings.mode == "direct":
-            form.ring.flush(slot)
+    def _drain(
+        self,
+        form: Form,
+        slot: int,
+        early: list[tuple[int, int]],
+        large: int | None,
+        step: int,
+        cut_time: float,
+        payload: bytes,
+    ) -> None:
+        if form.heavy is not None and large is not None:
+            form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
+            self._seal(form.heavy[0], large, step, cut_time)
+        form.record.drain(slot, early, payload, self._copier)
+        self._seal(form.record, slot, step, cut_time)
         self.recorded_step = step
+
+    def _seal(self, sheet: Sheet, slot: int, step: int, cut_time: float) -> None:
+        if self._settings.mode == "direct":
+            sheet.arena.flush(slot)
+        sheet.arena.seal(slot, step=step, cut_time=cut_time, generation=self._generation)
+        if self._settings.mode == "direct":
+            sheet.arena.flush(slot)
 
     # -- making the form
 
     def prepare(self, shape: Shape) -> list[Arena]:
         """Make records possible, of the state that `shape` captures; nothing to do while the form holds.
 
-        Returns the rings that an earlier life left and that nobody needs once a base is sealed.
+        Returns the arenas that an earlier life left and that nobody needs once a base is sealed.
         """
-        if self._form is None:
-            self._form = make_form(
-                self._subjects, shape, topology=self._topology, run=self._run,
-                ring_for=lambda layout: self._make_ring(layout, shape.layout.total_bytes),
+        if self._form is None and (self._compression is None or self._compression.compressor.packed):
+            compressor = self._compression.compressor if self._compression is not None and self._is_packed else None
+            form = self._form = make_form(
+                self._subjects, shape, topology=self._topology, run=self._run, compressor=compressor,
+                written=self._written, arena_for=partial(self._arena_for, shape.layout.total_bytes),
             )  # fmt: skip
-            ring, on_host = self._form.ring, not self._form.lanes
+            ring, sheets = form.record.arena, (form.record, *(form.heavy or ())[:1])
+            pinned = bool(form.record.lanes) and all(pin(sheet.flats, self._emit) for sheet in sheets)
             self._emit(
                 RingMade(
                     rank=self._topology.rank, slots=len(ring.slots), record_bytes=ring.slot_bytes, place=ring.place,
-                    pinned=False if on_host else pin(self._form.flats, self._emit),
+                    pinned=pinned,
                 )
             )  # fmt: skip
-            self._slot, self._calls = None, {}
-            self._versions = sum(map(_version, self._form.loose))
-            self._gap = self._impure
+            self._calls, self._gap = {}, self._impure
+            self._open_slot(form)
+            self._loose = [(e.tensor._version, int(digest(e.name, e.tensor)) | 1) for e in form.loose]
         left, self._left = self._left, []
         return left
 
@@ -302,37 +363,40 @@ class Recorder:
         """The next base brings another one; what is in the ring is held until that base is safe."""
         form, self._form, self._slot = self._form, None, None
         if form is not None:
+            if self._tap is not None:
+                self._tap.begin(None, None)
             self._copier.wait()
-            if form.lanes:
-                unpin(form.flats)
-            self._left.append(form.ring)
+            form.close()
+            self._left += [form.record.arena, *([form.heavy[0].arena] if form.heavy is not None else [])]
 
-    def _make_ring(self, layout: ImageLayout, base_bytes: int) -> Arena:
-        """Take over a ring that is there and fits, else make one of about a base's size, if that is enough."""
-        for ring in self._left:
-            if ring.rank == self._topology.rank:
-                self._attach(ring)  # so that the keeper writes what is in it before it looks at the new one
-        for ring in self._left:
-            if (ring.layout_digest, ring.slot_bytes) == (layout.digest, layout.total_bytes):
-                self._left.remove(ring)
-                ring.adopt(layout)
-                self._attach(ring)
-                return ring
-        slots = max(_MIN_SLOTS, min(MAX_SLOTS, base_bytes // layout.total_bytes))
+    def _arena_for(self, base_bytes: int, layout: ImageLayout, kind: ArenaKind) -> Arena:
+        """Take over an arena that is there and fits, else make one; a ring has about the size of a base."""
+        for arena in self._left:
+            if arena.rank == self._topology.rank and arena.kind == kind:
+                self._attach(arena)  # so that the keeper writes what is in it before it looks at the new one
+        for arena in self._left:
+            if (arena.kind, arena.layout_digest, arena.slot_bytes) == (kind, layout.digest, layout.total_bytes):
+                self._left.remove(arena)
+                arena.adopt(layout)
+                self._attach(arena)
+                return arena
+        slots = self._newest + 2
+        if kind == "log":
+            slots = max(_MIN_SLOTS, min(_MAX_SLOTS, base_bytes // layout.total_bytes))
         root = choose_place(self._settings.memory.path, slots * layout.total_bytes, slots)
-        ring = Arena.create(
-            root, kind="log", run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout,
+        arena = Arena.create(
+            root, kind=kind, run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout,
             slots=slots,
         )  # fmt: skip
-        self._attach(ring)
-        return ring
+        self._attach(arena)
+        return arena
 
     def close(self) -> None:
         self._copier.wait()
         for handle in self._handles:
             handle.remove()
-        if self._form is not None and self._form.lanes:
-            unpin(self._form.flats)
+        if self._form is not None:
+            self._form.close()
 
 
 def _call(optimizer: Any, index: int) -> Call:

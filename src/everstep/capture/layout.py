@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everstep.capture.compressor import Compressor
 from everstep.errors import BadConfig, Unstorable
 from everstep.image import Wanted
 from everstep.types import OptimizerInfo
+
+COMPRESSOR = "compressor."  # how the residuals of a gradient compressor are called
 
 BUCKET_BYTES = 8 << 20  # on one H200 32 MB cost GPT-2 2.8 %, 8 MB 0.5 %: what is queued delays the loop
 
@@ -117,6 +120,7 @@ class Subjects:
     models: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     scaler: Any = None
+    compressor: Compressor | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict)  # from extra=
 
     def names(self) -> dict[int, str]:
@@ -207,6 +211,14 @@ class Subjects:
                 add(f"scaler.{key}", value, vars(self.scaler), key, gate=None, at_cut=True, common=False)
             else:
                 at_cut.plain(vars(self.scaler), key)  # a GradScaler makes its tensors when it is first used
+        if self.compressor is not None:
+            for holder in self.compressor.holders():
+                at_cut.grows(holder)
+                for key, tensor in holder.items():
+                    at_cut.add(holder, key, tensor)
+            for name, tensor in self.compressor.large().items():
+                full = COMPRESSOR + name
+                entries[id(tensor)] = Entry(name=full, tensor=tensor, gate=None, at_cut=True, common=False, family=full)
         _check_unique(entries.values())
         return Listing(list(entries.values()), aliases, tuple(on_host), watch.unchanged, at_cut.unchanged)
 

@@ -7,7 +7,7 @@ them by number of bucket, and buckets change when a run is resumed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ class PowerSGD(Compressor):
 
     Packed are `p` and `q` of all matrices, the `rest`, and the `plan` that says where each goes.
     """
+
+    _LARGE = (*Compressor._LARGE, _Q)
 
     def __init__(self, rank: int = 1, start: int = 10) -> None:
         super().__init__()
@@ -128,6 +130,9 @@ class PowerSGD(Compressor):
             torch.bmm(left, right.transpose(1, 2), out=into[offset : offset + n * m].view(1, n, m))
             at_p += n * rank
             at_q += m * rank
+
+    def holders(self) -> list[dict[Any, Tensor]]:
+        return [*super().holders(), self._qs]
 
     def state(self) -> dict[str, Tensor]:
         random = self._torch.rng.get_state(legacy=False)["state"]

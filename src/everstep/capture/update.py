@@ -122,6 +122,10 @@ def why_no_replica(optimizer: optim.Optimizer) -> str:
     return ""
 
 
+def kinds_of_device(optimizers: Iterable[optim.Optimizer]) -> list[str]:
+    return sorted({p.device.type for o in optimizers for group in o.param_groups for p in group["params"]})
+
+
 @dataclass(slots=True, kw_only=True)
 class Member:
     """One parameter of a double."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import typer
 
 from everstep.archive import open
 from everstep.cli.output import Directory, Json, MemoryPath, Step, print_json
+from everstep.errors import ReplayedElsewhere
 
 
 def command(
@@ -23,9 +26,16 @@ def command(
     """Write a step as one safetensors file, a torch.save file or a DCP directory."""
     from rich.console import Console
 
-    with Console(stderr=True).status(f"exporting to {output}"):
+    with warnings.catch_warnings(record=True) as said, Console(stderr=True).status(f"exporting to {output}"):
+        warnings.simplefilter("always", ReplayedElsewhere)
         exported = open(directory, memory=memory).export(output, step, format=format, only=only)
+    notes = [str(one.message) for one in said if issubclass(one.category, ReplayedElsewhere)]
+    for one in said:
+        if not issubclass(one.category, ReplayedElsewhere):
+            warnings.showwarning(one.message, one.category, one.filename, one.lineno)
+    for note in notes:
+        print(f"everstep: {note}", file=sys.stderr)
     if json:
-        print_json({"step": exported, "path": str(output), "format": format})
+        print_json({"step": exported, "path": str(output), "format": format, "notes": notes})
     else:
         print(f"step {exported} is in {output}")

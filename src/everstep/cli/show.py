@@ -1,22 +1,28 @@
-"""`everstep show`: what one step on disk is made of."""
+"""`everstep show`: what one step on disk is made of, or what the log has."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, Step, ago, human_bytes, note, print_json, print_table
+from everstep.cli.output import Directory, Json, MemoryPath, Step, ago, human_bytes, note, print_json, print_table
+from everstep.recover.records import Entry
 
 
 def command(
     directory: Directory,
     step: Step = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    log: Annotated[bool, typer.Option("--log", help="Show the records of the log, all or those of --step.")] = False,
     json: Json = False,
+    memory: MemoryPath = None,
 ) -> None:
-    """Show the parts of one step on disk, and with --tensors every tensor in them."""
+    """Show the parts of one step on disk, with --tensors every tensor in them; or with --log the records."""
+    if log:
+        _show_log(directory, step, json, memory)
+        return
     commit, parts = open(directory).manifest(step)
     if json:
         print_json({"commit": commit, "parts": parts})
@@ -40,3 +46,50 @@ def command(
             for x in p.pieces
         ]
         print_table(["rank", "name", "dtype", "shape", "part"], listed)
+
+
+def _show_log(directory: Directory, step: int | None, json: bool, memory: str | None) -> None:
+    records, problems = open(directory, memory=memory).log(step)
+    if json:
+        print_json({"records": records, "problems": problems})
+        return
+    rows = [
+        [
+            str(r.step),
+            str(r.rank),
+            human_bytes(r.bytes),
+            r.codec,
+            _scalars(r),
+            str(r.absent),
+            "yes" if r.digested else "no",
+            r.checksum or "in the ring",
+        ]
+        for r in records
+    ]
+    if rows:
+        print_table(["step", "rank", "size", "codec", "scalars", "absent", "digest", "checksum"], rows)
+    else:
+        print(f"{directory} has no records")
+    for problem in problems:
+        print(problem)
+
+
+def _scalars(record: Entry) -> str:
+    """The numbers of every group; groups that have the same are told once."""
+    told = dict.fromkeys(_numbers(group) for call in record.groups for group in call)
+    return "; ".join(told)
+
+
+def _numbers(group: dict[str, Any]) -> str:
+    shown = {key: value for key, value in group.items() if _is_number(value)}
+    return ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_number, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    return " ".join(map(_short, value)) if isinstance(value, list) else f"{value:.6g}"

@@ -25,5 +25,8 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
             f"replica: step {replica.step}, {replica.behind} behind, {1000 * replica.cpu_s_per_step:.1f} ms of CPU a "
             f"step; {drift if replica.drift_step >= 0 else 'not compared yet'}"
         )
+    ring = status["ring"]
+    if ring["bytes"]:
+        print(f"log: {ring['records']} records in the ring, {ring['unwritten']} of them not on disk yet")
     rows = [[e.event, e.restored_from, str(e.steps), human_seconds(e.seconds)] for e in status["exposure"]]
     print_table(["if ...", "restored from", "steps lost", "work lost"], rows)

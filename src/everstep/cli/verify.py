@@ -6,18 +6,22 @@ from typing import Annotated
 
 import typer
 
-from everstep.archive import open
+from everstep.archive import Archive, open
 from everstep.cli.output import Directory, Json, MemoryPath, human_bytes, print_json, print_table
+from everstep.recover.audit import Finding
 
 
 def command(
     directory: Directory,
     step: Annotated[int | None, typer.Option("--step", help="A step; by default all of them.")] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Also repeat the steps of the log and compare digests; needs torch.")
+    ] = False,
     json: Json = False,
     memory: MemoryPath = None,
 ) -> None:
-    """Read and check every byte of a step, or of all steps; exit code 4 if anything is damaged."""
-    findings = open(directory, memory=memory).verify(step)
+    """Read and check every byte of a step, or of all steps and the log; exit code 4 if anything is damaged."""
+    findings = _watched(open(directory, memory=memory), step, replay)
     bad = [finding for finding in findings if finding.problem]
     if json:
         print_json(findings)
@@ -28,7 +32,7 @@ def command(
                 f.source,
                 str(f.rank) if f.rank >= 0 else "all",
                 human_bytes(f.bytes),
-                _verdict(f.problem, f.checked),
+                _verdict(f),
             ]
             for f in findings
         ]
@@ -38,7 +42,20 @@ def command(
         raise typer.Exit(4)
 
 
-def _verdict(problem: str, checked: bool) -> str:
-    if problem:
-        return problem
-    return "sound" if checked else "sealed, not yet checksummed"
+def _watched(archive: Archive, step: int | None, replay: bool) -> list[Finding]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=None)
+        return archive.verify(
+            step, replay=replay, watch=lambda done, total: progress.update(task, completed=done, total=total)
+        )
+
+
+def _verdict(found: Finding) -> str:
+    if found.problem:
+        return found.problem
+    verdict = "sound" if found.checked else "sealed, not yet checksummed"
+    return f"{verdict}: {found.note}" if found.note else verdict

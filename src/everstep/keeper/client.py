@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.capture.arena import MEMFD, Arena
+from everstep.capture.arena import MEMFD, Arena, ArenaKind
 from everstep.config import KeeperKind
 from everstep.errors import EverstepError, KeeperLost
 from everstep.events import Degraded, Sink
@@ -60,8 +60,7 @@ class KeeperClient:
         self._kind, self._run, self._directory, self._emit = kind, run, directory, emit
         self._hello: Hello | None = None
         self._answers: Answers | None = None
-        self._arena: Arena | None = None
-        self._ring: Arena | None = None
+        self._arenas: dict[ArenaKind, Arena] = {}
         self._channel: Channel | None = None
         self._state = threading.Condition()
         self._closing = False
@@ -110,9 +109,8 @@ class KeeperClient:
         if heard is None or not isinstance(heard[0], Welcome):
             return False
         self.leased = heard[0].leased
-        for arena in (self._arena, self._ring):
-            if arena is not None:
-                channel.send(Attach(place=arena.place), arena.descriptors)
+        for arena in self._arenas.values():
+            channel.send(Attach(place=arena.place), arena.descriptors)
         return True
 
     def _connect(self) -> Channel | None:
@@ -133,12 +131,8 @@ class KeeperClient:
     # -- what the trainer asks for
 
     def attach(self, arena: Arena) -> None:
-        self._arena = arena
+        self._arenas[arena.kind] = arena
         self._send(Attach(place=arena.place), arena.descriptors)
-
-    def attach_ring(self, ring: Arena) -> None:
-        self._ring = ring
-        self._send(Attach(place=ring.place), ring.descriptors)
 
     def persist(self, step: int, *, as_base: bool) -> None:
         self._send(Persist(step=step, as_base=as_base))

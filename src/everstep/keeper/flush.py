@@ -17,6 +17,7 @@ from everstep.config import Keep
 from everstep.errors import Damaged
 from everstep.image import CHUNK_BYTES, FORMAT
 from everstep.store.manifest import (
+    Folder,
     commit_name,
     committed_steps,
     data_name,
@@ -37,7 +38,9 @@ from everstep.types import Commit, Part, PartRef
 _ORPHAN_AGE_S = 300.0
 
 
-def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> Part | None:
+def persist_part(
+    tier: Tier, arena: Arena, slot: int, *, torch_version: str, folder: Folder = step_folder
+) -> Part | None:  # fmt: skip
     """Write one sealed slot and its manifest. None if the slot was overwritten meanwhile, and then nothing is left."""
     seal = arena.seals().get(slot)
     if seal is None:
@@ -47,14 +50,15 @@ def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> 
     if xxhash.xxh3_64_intdigest(header) != seal.layout_digest:
         raise Damaged("the header is not the one that was sealed", tier="memory", step=seal.step, rank=arena.rank)
     layout, info = image.parse_cached(header, len(data), arena.place)
-    for leftover in (part_name(seal.step, info.rank), data_name(seal.step, info.rank)):
+    data_file, part_file = data_name(seal.step, info.rank, folder), part_name(seal.step, info.rank, folder)
+    for leftover in (part_file, data_file):
         tier.delete(leftover)
-    chunks = tier.put(data_name(seal.step, info.rank), data)
+    chunks = tier.put(data_file, data)
     if arena.seals().get(slot) != seal:
-        tier.delete(data_name(seal.step, info.rank))
+        tier.delete(data_file)
         return None
     if known is not None and chunks != known:
-        tier.delete(data_name(seal.step, info.rank))
+        tier.delete(data_file)
         first = next((i for i, (a, b) in enumerate(zip(chunks, known, strict=False)) if a != b), 0)
         reason = "the bytes no longer match their checksum"
         raise Damaged(reason, tier="memory", step=seal.step, rank=arena.rank, chunk=first)
@@ -64,7 +68,7 @@ def persist_part(tier: Tier, arena: Arena, slot: int, *, torch_version: str) -> 
         bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces, cut_time=seal.cut_time,
         torch=torch_version, replica=info.replica,
     )  # fmt: skip
-    tier.put(part_name(seal.step, info.rank), memoryview(encode(part)))
+    tier.put(part_file, memoryview(encode(part)))
     return part
 
 

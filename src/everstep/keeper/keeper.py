@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from everstep.capture.arena import MEMFD, Arena
-from everstep.config import Every, Keep
+from everstep.config import Keep
 from everstep.errors import Damaged, KeeperLost
 from everstep.events import Degraded, Persisted, Rejected, Retired, Scavenged, Sink
 from everstep.keeper import flush
@@ -39,18 +39,14 @@ from everstep.keeper.protocol import (
     StopAt,
     Trouble,
     Welcome,
-    find_runtime_folder,
-    leave,
 )
 from everstep.keeper.replica import Replicas
-from everstep.keeper.session import Leases, Session, check_newest, newest_common, newest_replica
+from everstep.keeper.session import Leases, Session, cadence, check_newest, give_up, newest_common, newest_replica
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 
 _TICK_S = 0.05
 _LOG_TICK_S = 0.02  # between two looks at the rings
-_AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
-_AUTO_SHARE = 0.1  # and writing takes at most this share of the time
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
 _INLINE_PATIENCE_S = 30.0
@@ -77,10 +73,11 @@ class Keeper:
         self._wrote = -1  # the newest base that this keeper made durable itself
         self._last_flush_at = 0.0
         self._last_flush_took = 0.0
-        self._retry_at, self._failures = 0.0, 0
+        self._retry_at, self._failures, self._log_failures = 0.0, 0, 0
         self._idle_since = time.monotonic()
         self._ending = threading.Event()
-        self._asked = threading.Event()  # somebody waits: do not sleep a whole tick
+        self._asked = threading.Event()  # somebody waits: do not sleep a whole tick,
+        self._log_asked = threading.Event()  # nor after a failure
         self._threads = [
             threading.Thread(target=self._flush_loop, name="everstep-flush", daemon=True),
             threading.Thread(target=self._check_loop, name="everstep-check", daemon=True),
@@ -106,6 +103,7 @@ class Keeper:
             for key, _ in self._selector.select(_TICK_S):
                 key.data(key.fileobj)
         self._ending.set()
+        self._log_asked.set()
         for thread in self._threads:
             thread.join()
         self._replicas.end()
@@ -146,7 +144,7 @@ class Keeper:
             case Attach() if session is not None:
                 arena = Arena(descriptors[0], descriptors[1:], message.place)
                 arena.populate()
-                if arena.kind == "log":
+                if arena.kind in ("log", "values"):
                     self._take_in(session, arena)
                 else:
                     with self._lock:
@@ -162,13 +160,13 @@ class Keeper:
                     self._wanted_base = max(self._wanted_base, message.step)
                 self._retry_at = 0.0  # whoever waits wants to know now
                 self._asked.set()
+                self._log_asked.set()
                 if self.durable_step >= message.step:
                     channel.send(self._durable())
             case StopAt():
                 self._tell_all(message)
             case Inherit():
-                sessions = self._sessions.values()
-                known = [a for s in sessions for a in (*s.outgrown, s.arena, s.ring, s.replica) if a is not None]
+                known = [a for s in self._sessions.values() for a in (*s.outgrown, *s.arenas())]
                 held = [a for a in known if a.place == MEMFD]
                 counts = tuple(len(arena.descriptors) for arena in held)
                 channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
@@ -186,11 +184,15 @@ class Keeper:
 
     def _take_in(self, session: Session, ring: Arena) -> None:
         """A ring follows another: what is left in that one goes to the disk first."""
+        if ring.kind == "values":
+            with self._writing_log:
+                session.values = ring
+            return
         with self._writing_log:
             before, session.ring = session.ring, ring
             if before is not None:
                 try:
-                    self._logbook.take(before, session.hello)
+                    self._logbook.take(before)
                 finally:
                     before.close()
 
@@ -203,7 +205,7 @@ class Keeper:
             if earlier is not None:
                 self._lose(earlier)
                 session.arena, session.leased, session.outgrown = earlier.arena, earlier.leased, earlier.outgrown
-                session.ring, session.replica = earlier.ring, earlier.replica
+                session.ring, session.values, session.replica = earlier.ring, earlier.values, earlier.replica
             with self._writing_log:
                 self._logbook.open(hello)
             self._sessions[hello.rank] = session
@@ -218,8 +220,8 @@ class Keeper:
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
-        for session in [self._sessions.pop(rank) for rank in list(self._sessions) if rank >= hello.world]:
-            self._overtaken += [arena for arena in (session.arena, session.replica) if arena is not None]
+        for gone in [self._sessions.pop(rank) for rank in list(self._sessions) if rank >= hello.world]:
+            self._overtaken += [arena for arena in (gone.arena, gone.ring, gone.replica) if arena is not None]
         with self._writing_log:
             self._logbook.overtake(hello)
         for step in flush.set_aside(self.tier, hello.resumed_from, hello.run, hello.generation):
@@ -289,10 +291,8 @@ class Keeper:
         hello = sessions[0].hello
         if self._is_waited_for(sessions) or hello.every_capture or not any(s.alive for s in sessions):
             return newest
-        every = Every(steps=hello.every_steps, seconds=hello.every_s)
-        if hello.every_steps is None and hello.every_s is None:
-            every = Every(seconds=max(_AUTO_FLOOR_S, self._last_flush_took / _AUTO_SHARE))
         last = self._durable_base if self._durable_base >= 0 else None
+        every = cadence(hello, self._last_flush_took)
         return newest if every.due(newest, time.monotonic(), last, self._last_flush_at) else None
 
     def _is_waited_for(self, sessions: list[Session]) -> bool:
@@ -307,20 +307,17 @@ class Keeper:
     def _flush(self, step: int) -> None:
         sessions = self._ready()
         began = time.monotonic()
-        leases: list[tuple[Session, int | None]] = []
-        slots: list[tuple[Session, Arena | None, int | None]]
-        if all(session.arena is not None and session.arena.slot_of(step) is not None for session in sessions):
-            leases = [(session, self._leases.ask(session, step)) for session in sessions]
-            slots = [(session, session.arena, slot) for session, slot in leases]
-        else:
+        leased = self._leases.ask_all(sessions, step)
+        arenas = [session.replica if leased is None else session.arena for session in sessions]
+        slots = leased
+        if slots is None:
             step = self._replicas.hold(step)
-            held = [(session, session.replica) for session in sessions]
-            slots = [(session, replica, replica.slot_of(step) if replica else None) for session, replica in held]
+            slots = [replica.slot_of(step) if replica is not None else None for replica in arenas]
         try:
-            if any(slot is None for _, _, slot in slots):
+            if None in slots:
                 return
             total, generation = 0, ""
-            for session, arena, slot in slots:
+            for session, arena, slot in zip(sessions, arenas, slots, strict=True):
                 assert arena is not None and slot is not None
                 try:
                     part = flush.persist_part(self.tier, arena, slot, torch_version=session.hello.torch)
@@ -334,7 +331,7 @@ class Keeper:
             if not flush.commit(self.tier, step, sessions[0].hello.world, generation):
                 return  # the last keeper to have its parts in place commits
         finally:
-            for session, slot in leases:
+            for session, slot in zip(sessions, leased or [], strict=False):
                 if slot is not None:
                     self._release(session, slot)
         self._durable_base = self._wrote = step
@@ -357,24 +354,30 @@ class Keeper:
 
     def _log_loop(self) -> None:
         """Take records from the rings as they come. While one flush runs the next records gather: the group commit."""
-        rest, failures = _TICK_S, 0
-        while not self._ending.wait(rest):
+        rest = _TICK_S
+        while not self._ending.is_set():
+            self._log_asked.wait(rest)
+            self._log_asked.clear()
             rest = _LOG_TICK_S
             try:
                 self._take_records()
-                failures = 0
+                self._log_failures = 0
             except Exception as error:  # whatever it is: rings hold the records, and nobody is left in the dark
-                failures += 1
-                rest = min(60.0, 0.5 * 2**failures)
+                self._log_failures += 1
+                rest = min(60.0, 0.5 * 2**self._log_failures)
                 self._emit(Degraded(what="records are not durable yet", reason=str(error)))
                 self._tell_all(Trouble(reason=str(error)))
 
     def _take_records(self) -> None:
-        before = self.durable_step
-        for session in list(self._sessions.values()):
+        before, sessions = self.durable_step, list(self._sessions.values())
+        is_urgent = self._wanted > before or not any(session.alive for session in sessions)
+        for session in sessions:
             with self._writing_log:
                 if session.ring is not None:
-                    self._logbook.take(session.ring, session.hello)
+                    self._logbook.take(session.ring, is_urgent=is_urgent)
+        with self._writing_log:
+            found = [session.values for session in sessions if session.values is not None]
+            self._logbook.save_values(found, torch_version=sessions[0].hello.torch if sessions else "")
         if self.durable_step > before:
             self._tell_all(self._durable())
 
@@ -395,10 +398,9 @@ class Keeper:
             alive = False
             for session in self._ready():
                 alive = alive or session.alive
-                for arena in (session.arena, None if session.alive else session.replica):
+                for arena in session.at_rest():
                     try:
-                        if arena is not None:
-                            check_newest(arena, self._ending.is_set)
+                        check_newest(arena, self._ending.is_set)
                     except ValueError:
                         continue  # it was closed in this moment: its successor has a seal
             busy = time.monotonic() - began
@@ -417,15 +419,15 @@ class Keeper:
         if idle < linger:
             return False
         patience_s = _INLINE_PATIENCE_S if self._inline else _PATIENCE_S
-        gives_up = idle > patience_s or (self._inline and self._failures > 0)
-        ready = self._ready()
-        newest = self._newest(ready)
-        if newest is None:
-            return not any(s.outgrown for s in sessions)
-        if newest <= self._durable_base and self._wrote < newest:
+        gives_up = idle > patience_s or (self._inline and self._failures + self._log_failures > 0)
+        newest = self._newest(self._ready())
+        if newest is not None and newest <= self._durable_base and self._wrote < newest:
             self._read_back(sessions[0].hello.run, newest)
-        behind = any(s.ring is not None and self._logbook.is_behind(s.ring) for s in ready)
-        return gives_up or (newest <= self._durable_base and not behind)
+        is_held = any(s.outgrown or self._is_behind(s) for s in sessions)
+        return gives_up or not (is_held or (newest is not None and newest > self._durable_base))
+
+    def _is_behind(self, session: Session) -> bool:
+        return session.ring is not None and self._logbook.is_behind(session.ring, self._durable_base)
 
     def _read_back(self, run: str, newest: int) -> None:
         """Memory is about to be given up for what an earlier keeper wrote: only if that is still sound."""
@@ -441,10 +443,7 @@ class Keeper:
         if not ready or (newest is not None and newest > self._durable_base):
             return
         for session in ready:
-            for arena in (session.arena, session.ring, session.replica):
-                if arena is None or (arena is session.ring and self._logbook.is_behind(arena)):
+            for arena in session.arenas():
+                if arena is session.ring and self._is_behind(session):
                     continue
-                arena.remove()
-                folder = Path(arena.place).parent
-                if arena.place != MEMFD and folder != find_runtime_folder(session.hello.run):
-                    leave(folder)
+                give_up(arena)

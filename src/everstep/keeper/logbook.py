@@ -14,11 +14,15 @@ from everstep.capture.arena import Arena, Seal
 from everstep.errors import Damaged, EverstepError, Mismatch
 from everstep.events import Logged, Sink
 from everstep.image import FORMAT
+from everstep.keeper.flush import persist_part
 from everstep.keeper.protocol import Hello
 from everstep.store.log import LogWriter, cut_after, log_folder, log_name, rank_of, scan, segments
+from everstep.store.manifest import read_values_part, values_folder, values_steps
 from everstep.store.retain import spent_segments
 from everstep.store.tier import Tier
 from everstep.types import Frame
+
+_KEPT_VALUES = 2  # the newest, and one before it in case that one is damaged
 
 
 class _Book:
@@ -27,25 +31,49 @@ class _Book:
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last  # the unbroken run: the step after which it begins, and its newest
         self.writer: LogWriter | None = None
+        self.has_values = False
 
 
 class Logbook:
     def __init__(self, tier: Tier, emit: Sink) -> None:
         self._tier, self._emit = tier, emit
         self._books: dict[int, _Book] = {}
+        self._values_step = -1  # the newest step whose values are on the medium, of all ranks here
 
     def open(self, hello: Hello) -> None:
         """A rank is there: what was passed over when it resumed goes, and its log is gone on with."""
         cut_after(self._tier, hello.resumed_from, [hello.rank], hello.run, hello.generation)
+        self.go_on(hello.rank, hello.run)
+        self._look_for_values(hello)
+
+    def go_on(self, rank: int, run: str) -> None:
+        """What is on the medium of a rank's log stays as it is, and is gone on with."""
         first = last = -1
-        for start in self._starts(hello.rank):
+        has_values = False
+        for start in self._starts(rank):
             try:
-                found = scan(self._tier, start, hello.rank, hello.run)
+                found = scan(self._tier, start, rank, run)
             except EverstepError:
                 first = last = -1
                 continue
             first, last = (first, found.last) if start == last else (start, found.last)
-        self._books[hello.rank] = _Book(first, last)
+            has_values = found.info is not None and found.info.has_values
+        book = self._books[rank] = _Book(first, last)
+        book.has_values = has_values
+
+    def _look_for_values(self, hello: Hello) -> None:
+        """Forget values that were passed over when this life began, and find the newest that are whole."""
+        self._values_step = -1
+        for step in values_steps(self._tier):
+            try:
+                parts = [read_values_part(self._tier, step, rank, hello.run) for rank in range(hello.world)]
+            except (EverstepError, FileNotFoundError):
+                continue
+            after = hello.resumed_from is None or step > hello.resumed_from
+            if after and any(part.generation != hello.generation for part in parts):
+                self._tier.delete_folder(values_folder(step))
+            elif all(part.world == hello.world for part in parts):
+                self._values_step = step
 
     def overtake(self, hello: Hello) -> None:
         """A life has begun that has fewer ranks: what those left that are no more goes as far as the rest of them."""
@@ -55,37 +83,41 @@ class Logbook:
         for rank in ranks & self._books.keys():
             del self._books[rank]
 
-    def take(self, ring: Arena, hello: Hello) -> int:
-        """Write every record that is sealed and not yet written, with one flush for all; returns how many."""
-        book = self._books[hello.rank]
+    def take(self, ring: Arena, *, is_urgent: bool = True) -> int:
+        """Write every record that is sealed and not yet written, with one flush for all; returns how many.
+
+        Where each flush must be followed by values, which are large, records gather until the ring is half full.
+        """
+        book = self._books[ring.rank]
         found = sorted((seal for seal in ring.seals().values() if seal.step > book.last), key=lambda seal: seal.step)
-        if not found:
+        if not found or (book.has_values and not is_urgent and len(found) < len(ring.slots) // 2):
             return 0
         follows = book.writer is not None and book.writer.layout == ring.layout_digest
         if found[0].step != book.last + 1 or not follows:
-            self._begin(book, ring, hello, found[0].step - 1)
+            self._begin(book, ring, found[0].step - 1)
         assert book.writer is not None
         following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]
-        book.writer.append([_framed(ring, seal, hello) for seal in following])
+        book.writer.append([_framed(ring, seal) for seal in following])
         if book.last < 0 or book.writer.start == found[0].step - 1:
             size = sum(seal.length for seal in following)
-            self._emit(Logged(rank=hello.rank, first=found[0].step, last=following[-1].step, bytes=size))
+            self._emit(Logged(rank=ring.rank, first=found[0].step, last=following[-1].step, bytes=size))
         book.last = following[-1].step
         ring.set_taken(book.last)
         return len(following)
 
-    def _begin(self, book: _Book, ring: Arena, hello: Hello, start: int) -> None:
+    def _begin(self, book: _Book, ring: Arena, start: int) -> None:
         """A segment of its own: the first, after a gap, after a base, or after a file that cannot be gone on with."""
         header = bytes(ring.image(0)[: image.header_bytes(ring.image(0))])
         if xxhash.xxh3_64_intdigest(header) != ring.layout_digest:
             raise Damaged("the ring has lost its header", tier="memory", rank=ring.rank)
         if start != book.last:
             book.first = start
+        book.has_values = image.parse_cached(header, ring.slot_bytes, ring.place)[1].has_values
         try:
-            book.writer = LogWriter(self._tier, start, hello.rank, hello.run, header)
+            book.writer = LogWriter(self._tier, start, ring.rank, ring.run, header)
         except (Damaged, Mismatch):
-            self._tier.delete(log_name(start, hello.rank))  # nobody can read what is there, or it was overtaken
-            book.writer = LogWriter(self._tier, start, hello.rank, hello.run, header)
+            self._tier.delete(log_name(start, ring.rank))  # nobody can read what is there, or it was overtaken
+            book.writer = LogWriter(self._tier, start, ring.rank, ring.run, header)
 
     def rotate(self) -> None:
         """A base is on the medium: what follows begins new segments, so that old ones can go."""
@@ -103,9 +135,33 @@ class Logbook:
 
     def reach(self, base: int) -> int:
         """The newest step that a base on the medium and the records of all ranks here lead to."""
-        if not self._books or any(not book.first <= base <= book.last for book in self._books.values()):
+        books = self._books.values()
+        if not books or any(not book.first <= base <= book.last for book in books):
             return base
-        return min(book.last for book in self._books.values())
+        last = min(book.last for book in books)
+        if not any(book.has_values for book in books):
+            return last
+        return self._values_step if base <= self._values_step <= last else base
+
+    def save_values(self, found: list[Arena], *, torch_version: str) -> None:
+        """Make the newest step that all records here have reached one that can be stopped at."""
+        if not found or not all(a.rank in self._books and self._books[a.rank].has_values for a in found):
+            return
+        reached = min(book.last for book in self._books.values())
+        sealed = set.intersection(*({seal.step for seal in arena.seals().values()} for arena in found))
+        step = max((step for step in sealed if step <= reached), default=-1)
+        if step <= self._values_step:
+            return
+        for arena in found:
+            arena.set_taken(step)  # it is not overwritten while it is read
+            slot = arena.slot_of(step)
+            if slot is None or persist_part(
+                self._tier, arena, slot, torch_version=torch_version, folder=values_folder
+            ) is None:  # fmt: skip
+                return  # the trainer was faster; the next one will do
+        self._values_step = step
+        for old in values_steps(self._tier)[:-_KEPT_VALUES]:
+            self._tier.delete_folder(values_folder(old))
 
     def will_reach(self, step: int, base: int, rings: list[Arena]) -> bool:
         """Whether records that are there, in rings or written, lead from a base on the medium to a step."""
@@ -114,17 +170,20 @@ class Logbook:
             sealed = {seal.step for seal in ring.seals().values()}
             if not book.first <= base <= book.last or any(s not in sealed for s in range(book.last + 1, step + 1)):
                 return False
+            if book.has_values and book.last >= step > self._values_step:
+                return False  # its values were overwritten before they were saved
         return True
 
-    def is_behind(self, ring: Arena) -> bool:
+    def is_behind(self, ring: Arena, base: int) -> bool:
+        """Whether a ring holds what neither the log nor a base on the medium has."""
         book = self._books.get(ring.rank)
-        return book is not None and any(seal.step > book.last for seal in ring.seals().values())
+        return book is not None and any(seal.step > max(book.last, base) for seal in ring.seals().values())
 
     def _starts(self, rank: int) -> list[int]:
         return [s for s in segments(self._tier) if log_name(s, rank) in self._tier.names(log_folder(s))]
 
 
-def _framed(ring: Arena, seal: Seal, hello: Hello) -> tuple[Frame, list[memoryview]]:
+def _framed(ring: Arena, seal: Seal) -> tuple[Frame, list[memoryview]]:
     slot = ring.slot_of(seal.step)
     assert slot is not None
     data = ring.image(slot)
@@ -132,7 +191,7 @@ def _framed(ring: Arena, seal: Seal, hello: Hello) -> tuple[Frame, list[memoryvi
     layout, _ = image.parse_cached(header, len(data), ring.place)
     extras = layout.extras_offset + 8 + len(image.extras_of(layout, data))  # the rest of their room means nothing
     frame = Frame(
-        format=FORMAT, run=hello.run, generation=seal.generation, step=seal.step, rank=ring.rank, world=ring.world,
+        format=FORMAT, run=ring.run, generation=seal.generation, step=seal.step, rank=ring.rank, world=ring.world,
         cut_time=seal.cut_time, kind="record", layout=seal.layout_digest, ranges=((len(header), extras - len(header)),),
     )  # fmt: skip
     return frame, [data[len(header) : extras]]

@@ -79,6 +79,8 @@ class Follower:
             rank.records.add_ring(arena)
         elif arena.kind == "replica":
             rank.add_replica(arena)
+        elif arena.kind == "values":
+            arena.close()  # of records that cannot be followed
         elif rank.add_base(arena) and self._following:
             self._following, self._not_before = False, self._step + 1
 

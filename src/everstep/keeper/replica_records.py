@@ -17,6 +17,7 @@ from everstep.keeper.replica_image import Lost, Record, View
 from everstep.store.frame import Bad, check_payload
 from everstep.store.log import LogRead, log_folder, log_name, scan, segments
 from everstep.store.tier import Tier
+from everstep.types import ImageInfo
 
 
 class Records:
@@ -59,8 +60,8 @@ class Records:
         header = bytes(data[: image.header_bytes(data)])
         if xxhash.xxh3_64_intdigest(header) != seal.layout_digest:
             return None
-        layout, _ = image.parse_cached(header, len(data), ring.place)
-        view = self._room(layout)
+        layout, info = image.parse_cached(header, len(data), ring.place)
+        view = self._room(layout, info)
         begin = len(header)
         view.memory[begin:] = data[begin:]
         if ring.seals().get(slot) != seal:
@@ -70,14 +71,14 @@ class Records:
     def _from_log(self, step: int) -> Record | None:
         try:
             log = self._find(step)
-            if log is None or log.layout is None:
+            if log is None or log.layout is None or log.info is None:
                 return None
             record = log.records[step - log.start - 1]
             check_payload(self._tier, log.name, record)
             payload = log.payload(record)
         except (EverstepError, OSError, Bad):
             return None  # it has just been removed, or cannot be read
-        view, at = self._room(log.layout), 0
+        view, at = self._room(log.layout, log.info), 0
         for begin, length in record.frame.ranges:
             view.memory[begin : begin + length] = payload[at : at + length]
             at += length
@@ -92,7 +93,10 @@ class Records:
                 return self._log if step <= self._log.last else None
         return None
 
-    def _room(self, layout: ImageLayout) -> View:
+    def _room(self, layout: ImageLayout, info: ImageInfo) -> View:
+        if info.codec is not None or info.has_values:
+            what = "gradients are compressed" if info.codec is not None else "the loop writes state by itself"
+            raise EverstepError(f"{what}, and a replica cannot follow that")
         if self._view is None or self._view.layout.digest != layout.digest:
             self._view = View(memoryview(bytearray(layout.total_bytes)), layout)
         return self._view

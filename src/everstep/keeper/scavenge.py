@@ -15,6 +15,7 @@ from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Sink
 from everstep.keeper import flush
+from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import OWNER_NOTE, connect, find_runtime_folder, leave
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, run_name
@@ -36,10 +37,11 @@ class Left:
 def whole_steps(arenas: list[Arena]) -> list[tuple[int, list[tuple[Arena, int]]]]:
     """The steps that all ranks of a world have sealed in one generation, newest first, and where each rank's slot is.
 
-    A rank may have two arenas: one that its state outgrew, and its successor that has nothing sealed yet.
+    A rank may have two arenas: one that its state outgrew, and its successor that has nothing sealed yet. Rings do not
+    count: what one step consumed is no state.
     """
     found: dict[tuple[int, str, int], dict[int, tuple[Arena, int]]] = {}
-    for arena in arenas:
+    for arena in (arena for arena in arenas if arena.kind in ("base", "replica")):
         for slot, seal in sorted(arena.seals().items(), key=lambda item: item[1].sequence):
             found.setdefault((seal.step, seal.generation, arena.world), {})[arena.rank] = (arena, slot)
     whole = [(key[0], places) for key, places in found.items() if len(places) == key[2]]
@@ -47,10 +49,37 @@ def whole_steps(arenas: list[Arena]) -> list[tuple[int, list[tuple[Arena, int]]]
 
 
 def scavenge(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
-    """Make the newest whole and sound step in memory durable, if the disk has none as new that is sound.
+    """Make what memory holds durable: its newest sound base, and the records of its rings.
 
     Returns the newest durable step. Raises Damaged if memory has steps, and none of them nor of the disk's is sound.
     """
+    base = _scavenge_base(tier, arenas, run)
+    rings = _rings(arenas)
+    book = _book_of(tier, rings)
+    for ring in rings:
+        while book.take(ring):
+            continue  # every call takes as far as there is no gap
+    book.save_values([arena for arena in arenas if arena.kind == "values"], torch_version="")
+    return base if base is None else book.reach(base)
+
+
+def _rings(arenas: list[Arena]) -> list[Arena]:
+    """Those that hold records, in the order of their steps: rings of one rank follow each other."""
+    return sorted(
+        (ring for ring in arenas if ring.kind == "log" and ring.seals()),
+        key=lambda ring: min(seal.step for seal in ring.seals().values()),
+    )
+
+
+def _book_of(tier: DiskTier, rings: list[Arena]) -> Logbook:
+    book = Logbook(tier, lambda event: None)
+    for rank, run in {(ring.rank, ring.run) for ring in rings}:
+        book.go_on(rank, run)
+    return book
+
+
+def _scavenge_base(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
+    """The newest whole and sound base in memory, if the disk has none as new that is sound."""
     durable = next(flush.sound_steps(tier, run), None)
     problem: Damaged | None = None
     for step, slots in whole_steps(arenas):
@@ -135,18 +164,26 @@ def _look(folder: Path) -> Left:
         whole = whole_steps(arenas)
         if _is_used(folder, arenas):
             state = "in use"
-        elif not whole:
+        elif not whole and not _rings(arenas):
             state = "spent"
         elif owner is None:
             state = "orphaned"
         else:
-            newest, durable = whole[0][0], next(flush.sound_steps(DiskTier(owner), folder.name), -1)
-            state = "spent" if newest <= durable else f"holding step {newest}"
+            state = _held(DiskTier(owner), arenas, folder.name)
     except (EverstepError, OSError) as error:
         state = f"unclear: {error}"
     for arena in arenas:
         arena.close()
     return Left(run=folder.name, directory=owner, bytes=size, state=state)
+
+
+def _held(tier: DiskTier, arenas: list[Arena], run: str) -> str:
+    durable = next(flush.sound_steps(tier, run), -1)
+    rings = _rings(arenas)
+    book = _book_of(tier, rings)
+    steps = [step for step, _ in whole_steps(arenas)[:1] if step > durable]
+    steps += [max(seal.step for seal in ring.seals().values()) for ring in rings if book.is_behind(ring, durable)]
+    return f"holding step {max(steps)}" if steps else "spent"
 
 
 def give_back(left: Left, memory_path: str | None = None) -> str:
@@ -156,9 +193,10 @@ def give_back(left: Left, memory_path: str | None = None) -> str:
     if _is_used(folder, arenas):
         return "kept: in use"
     done = "removed"
-    if left.state.startswith("unclear") and whole_steps(arenas):
+    holds = bool(whole_steps(arenas) or _rings(arenas))
+    if left.state.startswith("unclear") and holds:
         return f"kept: {left.state}"
-    if left.directory is not None and whole_steps(arenas):
+    if left.directory is not None and holds:
         step = scavenge(DiskTier(left.directory), arenas, left.run)
         done = f"step {step} is on disk; removed"
     for arena in arenas:

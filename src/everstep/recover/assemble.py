@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +136,7 @@ def check(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[s
 @torch.no_grad()
 def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
     """Copy into models, and give the optimizers their state; what does not fit was reported by `check`."""
-    _copy_tensors(checkpoint, subjects, [entry.name for entry in subjects.listing().entries])
+    _copy_tensors(checkpoint, subjects)
     names, on_host = subjects.names(), set(checkpoint.info.on_host)
     for prefix, _, optimizer in _same_optimizers(checkpoint, subjects):
         state_of = checkpoint.state_names(prefix)
@@ -145,13 +145,17 @@ def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
             state = {key: _like(checkpoint, full, parameter, full in on_host) for key, full in found.items()}
             if state:
                 optimizer.state[parameter] = state
-    apply_rest(checkpoint, subjects)
+    _restore_beside(checkpoint, subjects)
 
 
 @torch.no_grad()
-def apply_rest(checkpoint: Checkpoint, subjects: Subjects) -> None:
-    """Copy what is no optimizer's to update, and put back what optimizers hold beside the tensors of parameters."""
-    _copy_tensors(checkpoint, subjects, [entry.name for entry in subjects.listing().entries if entry.at_cut])
+def apply_rest(record: Checkpoint, subjects: Subjects) -> None:
+    """Copy the values that a record has, and put back what optimizers hold beside the tensors of parameters."""
+    _copy_tensors(record, subjects)
+    _restore_beside(record, subjects)
+
+
+def _restore_beside(checkpoint: Checkpoint, subjects: Subjects) -> None:
     names = subjects.names()
     for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         saved = checkpoint.extras["optimizers"][index]
@@ -179,9 +183,8 @@ def _same_optimizers(checkpoint: Checkpoint, subjects: Subjects) -> Iterator[tup
             yield ("optimizer" if len(after) == 1 else f"optimizer.{index}"), index, optimizer
 
 
-def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects, wanted: Collection[str]) -> None:
+def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects) -> None:
     current = {entry.name: entry.tensor for entry in subjects.listing().entries}
-    wanted = set(wanted)
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for name, pieces in checkpoint.pieces.items():
@@ -190,8 +193,7 @@ def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects, wanted: Collection
         if name.startswith("volatile.") and (tensor is None or tuple(tensor.shape) != whole.shape):
             _replace_buffer(subjects, name, checkpoint.tensor(name))
             continue
-        fits = tensor is not None and tuple(tensor.shape) == whole.shape and tensor.dtype == pieces[0][1].dtype
-        if tensor is None or name not in wanted or not fits:
+        if tensor is None or tuple(tensor.shape) != whole.shape or tensor.dtype != pieces[0][1].dtype:
             continue
         for piece, part in pieces:
             targets.append(tensor[_box(piece)] if not piece.whole else tensor)

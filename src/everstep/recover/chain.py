@@ -6,19 +6,23 @@ row lies, whoever recorded it, and what stood beside the gradients at the end.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from everstep.capture import compress
+from everstep.capture.compressor import Compressor
 from everstep.capture.extras import decode
-from everstep.capture.form import CALL, DIGEST, GRADIENT
+from everstep.capture.form import CALL, DIGEST, GRADIENT, PACKED
+from everstep.capture.layout import TORCH_DTYPES
 from everstep.capture.update import Consumed, call_of
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.survey import RecordImage, Sources
-from everstep.types import Piece, Plan, Records
+from everstep.types import Holding, Piece, Plan, Records
 
 
 @dataclass(slots=True)
@@ -30,9 +34,9 @@ class Chain:
 
 
 class BadRecord(Exception):
-    def __init__(self, records: Records, reason: str) -> None:
+    def __init__(self, what: Records | Holding, reason: str) -> None:
         super().__init__(reason)
-        self.records, self.reason = records, reason
+        self.what, self.reason = what, reason
 
 
 def fetch_chain(sources: Sources, plan: Plan, rank: int, *, copy: bool = False) -> Chain | None:
@@ -55,7 +59,21 @@ def fetch_chain(sources: Sources, plan: Plan, rank: int, *, copy: bool = False) 
         if key not in maps:
             maps[key] = _Map(found, rank)
         consumed.append(_consumed(step, found, maps[key], rank))
-    return Chain(consumed, _last(plan.step, images[plan.step], rank))
+    last = _last(plan.step, images[plan.step], rank)
+    _add_values(last, sources, plan, rank, copy)
+    return Chain(consumed, last)
+
+
+def _add_values(last: Checkpoint, sources: Sources, plan: Plan, rank: int, copy: bool) -> None:
+    own = rank if any(holding.rank == rank for holding in plan.values) else 0
+    for holding in plan.values:
+        try:
+            found = sources.values(holding, copy=copy)
+        except (EverstepError, OSError) as error:
+            raise BadRecord(holding, str(error)) from error
+        for piece in found.layout.pieces:
+            if not piece.private or holding.rank == own:
+                last.pieces.setdefault(piece.name, []).append((piece, found.tensor(piece)))
 
 
 def _fields(records: Records) -> dict[str, Any]:
@@ -72,6 +90,54 @@ class _Map:
             for piece in image.layout.pieces:
                 if piece.name.startswith(GRADIENT) and (one == own or not piece.private):
                     self.pieces.setdefault(piece.name.removeprefix(GRADIENT), []).append((one, piece))
+        self.packed = _packed(images)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Where a parameter's gradient lies in a buffer that a compressor packed."""
+
+    fields: dict[str, list[tuple[int, Piece]]]  # name -> parts, by rank
+    kind: type[Compressor]
+    like: Tensor  # a buffer to unpack into
+    offset: int
+    shape: tuple[int, ...]
+
+    def rows(self, images: dict[int, RecordImage], first: int, rows: int) -> Tensor:
+        packed = {
+            name: torch.cat([images[one].tensor(piece) for one, piece in parts])
+            if len(parts) > 1
+            else images[parts[0][0]].tensor(parts[0][1])
+            for name, parts in self.fields.items()
+        }
+        row = math.prod(self.shape[1:])
+        found = self.kind.unpack_rows(packed, self.offset + first * row, rows * row, self.like)
+        return found.view(rows, *self.shape[1:]) if self.shape else found.view(())
+
+
+def _packed(images: dict[int, RecordImage]) -> dict[str, _Packed]:
+    codec = images[0].info.codec
+    if codec is None:
+        return {}
+    kind = getattr(compress, codec.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, compress.Compressor)):
+        raise Damaged(f"gradients are packed by {codec.kind!r}, which this Everstep does not know")
+    found: dict[str, _Packed] = {}
+    for key, buffer in codec.buffers.items():
+        fields: dict[str, list[tuple[int, Piece]]] = {}
+        prefix = f"{PACKED}{key}."
+        for one, image in sorted(images.items()):
+            for piece in image.layout.pieces:
+                if piece.name.startswith(prefix):
+                    fields.setdefault(piece.name.removeprefix(prefix), []).append((one, piece))
+        on_device = buffer.device == "cuda" and torch.cuda.is_available() and kind is compress.PowerSGD
+        size = sum(math.prod(shape) for _, shape in buffer.members)
+        like = torch.empty(size, dtype=TORCH_DTYPES[buffer.dtype], device="cuda" if on_device else "cpu")
+        offset = 0
+        for name, shape in buffer.members:
+            found[name] = _Packed(fields, kind, like, offset, shape)
+            offset += math.prod(shape)
+    return found
 
 
 def _consumed(step: int, images: dict[int, RecordImage], map: _Map, rank: int) -> Consumed:
@@ -79,6 +145,8 @@ def _consumed(step: int, images: dict[int, RecordImage], map: _Map, rank: int) -
     trees = {one: _tree(image, step) for one, image in images.items()}
 
     def gradient(name: str, first: int, rows: int) -> Tensor:
+        if name in map.packed:
+            return map.packed[name].rows(images, first, rows)
         parts = []
         for one, piece in map.pieces[name]:
             tensor = images[one].tensor(piece)
@@ -123,6 +191,6 @@ def _last(step: int, images: dict[int, RecordImage], rank: int) -> Checkpoint:
         step=step, world=image.info.world, info=image.info, extras=_tree(image, step), own=rank in images
     )
     for piece in image.layout.pieces:
-        if not piece.name.startswith((GRADIENT, CALL, DIGEST)):
+        if not piece.name.startswith((GRADIENT, PACKED, CALL, DIGEST)):
             found.pieces[piece.name] = [(piece, image.tensor(piece))]
     return found

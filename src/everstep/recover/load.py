@@ -98,7 +98,9 @@ def _fetch(sources: Sources, plan: Plan, rank: int) -> tuple[Found | None, _Repo
     try:
         return Found(base, fetch_chain(sources, plan, rank), plan), _Report([], [])
     except BadRecord as error:
-        return None, _Report([], [(error.records, error.reason)])
+        if isinstance(error.what, Holding):
+            return None, _Report([(error.what, error.reason)], [])
+        return None, _Report([], [(error.what, error.reason)])
 
 
 def _nothing_left(plan: Plan) -> Damaged:

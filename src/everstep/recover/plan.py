@@ -23,6 +23,7 @@ def merge(surveys: Collection[Survey]) -> Survey:
     return Survey(
         holdings=tuple(dict.fromkeys(h for survey in surveys for h in survey.holdings)),
         records=tuple(dict.fromkeys(r for survey in surveys for r in survey.records)),
+        values=tuple(dict.fromkeys(v for survey in surveys for v in survey.values)),
         rejections=tuple(dict.fromkeys(r for survey in surveys for r in survey.rejections)),
         attempts=tuple(dict.fromkeys(a for survey in surveys for a in survey.attempts)),
     )
@@ -30,11 +31,9 @@ def merge(surveys: Collection[Survey]) -> Survey:
 
 def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     """`nodes`: where the readers are; each of them needs every part."""
-    groups: dict[tuple[int, str, int], list[Holding]] = defaultdict(list)
-    for holding in survey.holdings:
-        groups[holding.step, holding.generation, holding.world].append(holding)
+    groups = _by_base(survey)
     suspects = {attempt.step: attempt for attempt in survey.attempts if _is_suspect(attempt)}
-    log = _Log(survey.records, nodes)
+    log = _Log(survey, nodes)
     bases: dict[tuple[int, str, int], tuple[Holding, ...]] = {}
     incomplete: list[Rejection] = []
     for key, held in groups.items():
@@ -53,12 +52,28 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     newest = best[0] if best is not None and best[0] not in suspects else -1
     rejections += [r for r in incomplete if r.step > newest]
     if best is None:
+        rejections += log.without_base()
         return Plan(step=None, world=0, parts=(), rejections=_in_order(rejections))
     step, key = best
     rejections += log.beyond(max(step, log.reach(key[0])))
     return Plan(
-        step=step, world=key[2], parts=bases[key], rejections=_in_order(rejections), records=log.runs(key[0], step)
-    )
+        step=step, world=key[2], parts=bases[key], rejections=_in_order(rejections), records=log.runs(key[0], step),
+        values=log.values(step) if step > key[0] else (),
+    )  # fmt: skip
+
+
+def reaches(survey: Survey, nodes: Collection[str]) -> list[tuple[tuple[Holding, ...], int]]:
+    """Every base that is whole, oldest first, and the last step that records lead to from there."""
+    log = _Log(survey, nodes)
+    bases = [_parts(held, world, nodes)[0] for (_, _, world), held in sorted(_by_base(survey).items())]
+    return [(parts, log.reach(parts[0].step)) for parts in bases if parts]
+
+
+def _by_base(survey: Survey) -> dict[tuple[int, str, int], list[Holding]]:
+    groups: dict[tuple[int, str, int], list[Holding]] = defaultdict(list)
+    for holding in survey.holdings:
+        groups[holding.step, holding.generation, holding.world].append(holding)
+    return groups
 
 
 def _in_order(rejections: list[Rejection]) -> tuple[Rejection, ...]:
@@ -68,7 +83,12 @@ def _in_order(rejections: list[Rejection]) -> tuple[Rejection, ...]:
 class _Log:
     """The records of all ranks, step by step."""
 
-    def __init__(self, records: Collection[Records], nodes: Collection[str]) -> None:
+    def __init__(self, survey: Survey, nodes: Collection[str]) -> None:
+        self._nodes = nodes
+        self._values: dict[int, dict[str, list[Holding]]] = defaultdict(lambda: defaultdict(list))
+        for holding in survey.values:
+            self._values[holding.step][holding.generation].append(holding)
+        records = survey.records
         self._of: dict[int, dict[int, Records]] = defaultdict(dict)  # step -> rank -> the cheapest
         for one in sorted(records, key=lambda r: _COST[r.source], reverse=True):
             if one.source == "disk" or set(nodes) <= {one.node}:
@@ -87,11 +107,21 @@ class _Log:
         return f"there is no record of rank {', '.join(map(str, absent))} of step {step}" if absent else None
 
     def reach(self, base: int) -> int:
-        """How far records lead from a base."""
-        step = base
+        """How far records lead from a base: to the newest step that also has its values, if it needs them."""
+        step = good = base
         while self._missing(step + 1) is None:
             step += 1
-        return step
+            if not any(one.has_values for one in self._of[step].values()) or self.values(step):
+                good = step
+        return good
+
+    def values(self, step: int) -> tuple[Holding, ...]:
+        """Every rank's values of a step; empty if one is not to be had."""
+        for held in self._values.get(step, {}).values():
+            parts, reason = _parts(held, held[0].world, self._nodes)
+            if reason is None:
+                return parts
+        return ()
 
     def beyond(self, step: int) -> list[Rejection]:
         """Why newer records are of no use."""
@@ -100,6 +130,14 @@ class _Log:
             return []
         return [
             Rejection(step=max(newer), source="any", reason=f"{self._missing(step + 1) or 'no base'} to go on from")
+        ]
+
+    def without_base(self) -> list[Rejection]:
+        """Why no record is of use. That all bases were lost looks like a crash before the first was durable."""
+        return [
+            Rejection(step=step, source="any", reason="its records have no base to go on from", certain=False)
+            for step in (max(self._of, default=None),)
+            if step is not None
         ]
 
     def runs(self, base: int, step: int) -> tuple[Records, ...]:
@@ -148,8 +186,12 @@ def without(survey: Survey, bad: Holding | Records, reason: str) -> Survey:
         records = tuple(cut for one in survey.records for cut in _cut_out(one, bad))
         return msgspec.structs.replace(survey, records=records, rejections=(*survey.rejections, rejection))
     rejection = Rejection(step=bad.step, source=bad.source, reason=reason)
-    holdings = tuple(h for h in survey.holdings if _place(h) != _place(bad))
-    return msgspec.structs.replace(survey, holdings=holdings, rejections=(*survey.rejections, rejection))
+    return msgspec.structs.replace(
+        survey,
+        holdings=tuple(h for h in survey.holdings if h is not bad and _place(h) != _place(bad)),
+        values=tuple(v for v in survey.values if _place(v) != _place(bad)),
+        rejections=(*survey.rejections, rejection),
+    )
 
 
 def up_to(survey: Survey, limit: int | None) -> Survey:

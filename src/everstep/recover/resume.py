@@ -62,7 +62,7 @@ def _try(
             limit = _passed_over(found, differing, emit) if differing else _replay(found, state, place, emit)
             if limit is not None:
                 return limit
-        state.restore_rest(found.latest, strict=strict)
+        state.restore_rest(found.latest, is_record=found.chain is not None, strict=strict)
         if feed is not None and found.latest.extras["position"] is not None:
             feed.restore(found.latest.extras["position"])
     except Mismatch:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from everstep.capture import extras as trees
-from everstep.capture.layout import Subjects
+from everstep.capture.compressor import Compressor
+from everstep.capture.layout import COMPRESSOR, Subjects
 from everstep.errors import BadConfig, Mismatch
 from everstep.recover.assemble import Checkpoint, apply, apply_rest, check
 
@@ -25,6 +26,7 @@ class State:
         schedulers: list[Any],
         scaler: Any,
         extra: Any,
+        compressor: Compressor | None,
     ) -> None:
         if extra is not None and not isinstance(extra, Mapping):
             raise BadConfig(f"extra must be a dict of names to objects or values, not {type(extra).__name__}")
@@ -34,8 +36,12 @@ class State:
         self.schedulers, self.scaler = schedulers, scaler
         self.extra: Any = extra if extra is not None else {}
         modules = {key: value for key, value in self.extra.items() if isinstance(value, nn.Module)}
-        self.subjects = Subjects(models=models, optimizers=optimizers, scaler=scaler, modules=modules)
+        self.subjects = Subjects(
+            models=models, optimizers=optimizers, scaler=scaler, compressor=compressor, modules=modules
+        )
         self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
+        if compressor is not None:
+            compressor.bind(self.subjects.names())
         self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
         trees.encode(self.tree(), "state")
 
@@ -53,6 +59,7 @@ class State:
             ],
             "schedulers": [one.state_dict() for one in self.schedulers],
             "scaler": self._scaler_scalars(),
+            "compressor": self.subjects.compressor.small() if self.subjects.compressor is not None else None,
             "extra": {
                 key: {"state": value.state_dict()} if is_stateful(value) else {"value": value}
                 for key, value in self.extra.items()
@@ -102,12 +109,14 @@ class State:
         apply(base, self.subjects)
         return found
 
-    def restore_rest(self, latest: Checkpoint, *, strict: bool) -> None:
-        """Put back what is beside it: values, groups, schedulers, scaler and extras, of a base or of a later record."""
+    def restore_rest(self, latest: Checkpoint, *, is_record: bool, strict: bool) -> None:
+        """Put back what is beside it: values, groups, schedulers, scaler and extras, of a base or of a record."""
         tree = latest.extras
         if strict and len(tree["schedulers"]) != len(self.schedulers):
             raise Mismatch(f"{len(tree['schedulers'])} schedulers were saved and there are {len(self.schedulers)}")
-        apply_rest(latest, self.subjects)
+        if is_record:
+            apply_rest(latest, self.subjects)
+        self._restore_compressor(latest, strict)
         for one, saved in zip(self.schedulers, tree["schedulers"], strict=False):
             one.load_state_dict(saved)
         scaler = latest.scaler_state()
@@ -122,6 +131,15 @@ class State:
                 self.extra[key].load_state_dict(saved["state"])
             else:
                 _put_back(self.extra, key, saved["value"])
+
+    def _restore_compressor(self, latest: Checkpoint, strict: bool) -> None:
+        compressor, saved = self.subjects.compressor, latest.extras["compressor"]
+        if strict and (compressor is None) != (saved is None):
+            raise Mismatch("compress= was given then and is not now, or the reverse; what it held back would be lost")
+        if compressor is not None and saved is not None:
+            compressor.bind(self.subjects.names())
+            large = {name.removeprefix(COMPRESSOR): name for name in latest.pieces if name.startswith(COMPRESSOR)}
+            compressor.load({**saved, **{name: latest.tensor(full) for name, full in large.items()}})
 
 
 def _put_back(holder: Any, key: str, value: Any) -> None:
@@ -145,3 +163,18 @@ def _on_device(value: Any) -> bool:
 
 def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def as_list(value: Any, kind: type, name: str) -> list[Any]:
+    items = [value] if isinstance(value, kind) else list(value) if isinstance(value, list | tuple) else []
+    if not items or not all(isinstance(item, kind) for item in items):
+        raise BadConfig(f"{name} must be a {kind.__module__}.{kind.__name__} or a list of them, not {value!r}")
+    return items
+
+
+def stateful_list(value: Any, name: str) -> list[Any]:
+    items = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if not is_stateful(item):
+            raise BadConfig(f"{name} must have state_dict() and load_state_dict(), and {item!r} has not")
+    return items

@@ -18,7 +18,17 @@ from everstep.image import CHUNK_BYTES, ImageLayout
 from everstep.keeper.client import inherited
 from everstep.store.disk import DiskTier
 from everstep.store.log import LogRead, log_folder, log_name, rank_of, read_log, scan, segments
-from everstep.store.manifest import check_chunks, committed_steps, read_commit, read_data, read_part, read_record
+from everstep.store.manifest import (
+    check_chunks,
+    committed_steps,
+    read_commit,
+    read_data,
+    read_part,
+    read_record,
+    read_values_part,
+    values_folder,
+    values_steps,
+)
 from everstep.topology import node_name
 from everstep.types import Attempt, Holding, ImageInfo, Piece, Records, Rejection, Survey
 
@@ -74,11 +84,11 @@ class Sources:
         if memory_path is not None:
             found += find_arenas(arena_root(None), run, self._broken)
         found += inherited(run)
-        self.arenas = [arena for arena in found if arena.kind != "log"]
+        self.arenas = [arena for arena in found if arena.kind in ("base", "replica")]
         for arena in self.arenas:
             if arena.kind == "replica":
                 arena.lock(shared=True)  # until it is closed: nobody advances what is read here
-        self.rings = [arena for arena in found if arena.kind == "log"]
+        self.rings = [arena for arena in found if arena.kind in ("log", "values")]
         self._logs: dict[tuple[int, int], LogRead] = {}  # start, rank -> what is good of it
 
     def survey(self) -> Survey:
@@ -87,11 +97,14 @@ class Sources:
         rejections += [rejection for arena in (*self.arenas, *self.rings) for rejection in _torn(arena)]
         for step in committed_steps(self.tier):
             holdings += self._on_disk(step, rejections)
-        records = [one for ring in self.rings for one in self._in_ring(ring)]
+        records = [one for ring in self.rings if ring.kind == "log" for one in self._in_ring(ring)]
         records += self._logged(rejections)
+        values = [one for ring in self.rings if ring.kind == "values" for one in self._in_memory(ring)]
+        values += self._saved_values(rejections)
         return Survey(
-            holdings=tuple(holdings), records=tuple(records), rejections=tuple(rejections), attempts=self.attempts()
-        )
+            holdings=tuple(holdings), records=tuple(records), values=tuple(values), rejections=tuple(rejections),
+            attempts=self.attempts(),
+        )  # fmt: skip
 
     def _in_memory(self, arena: Arena) -> list[Holding]:
         replica = ""
@@ -131,7 +144,39 @@ class Sources:
             )  # fmt: skip
         return found
 
+    def _saved_values(self, rejections: list[Rejection]) -> Iterator[Holding]:
+        for step in values_steps(self.tier):
+            for name in self.tier.names(values_folder(step)):
+                if not name.endswith(".json"):
+                    continue
+                try:
+                    part = read_values_part(self.tier, step, int(name[-10:-5]), self.run)
+                except (EverstepError, OSError, ValueError) as error:
+                    rejections.append(Rejection(step=step, source="disk", reason=str(error), certain=False))
+                    continue
+                yield Holding(
+                    source="disk", node=self.node, step=step, rank=part.rank, world=part.world,
+                    generation=part.generation, bytes=part.bytes, cut_time=part.cut_time,
+                )  # fmt: skip
+
+    def values(self, holding: Holding, *, copy: bool = False) -> RecordImage:
+        """What a step left that is too large for every record, every byte of it checked."""
+        if holding.source == "memory":
+            data = self._from_memory(holding, copy, [ring for ring in self.rings if ring.kind == "values"])
+        else:
+            part = read_values_part(self.tier, holding.step, holding.rank, self.run)
+            data = read_data(self.tier, part, values_folder)
+        layout, info = image.parse(data, len(data), file=f"values of rank {holding.rank}")
+        if (info.run, info.rank, info.world) != (self.run, holding.rank, holding.world):
+            raise Damaged("the values belong to another run or rank", step=holding.step, rank=holding.rank)
+        return RecordImage(layout, info, data, ((0, len(data)),))
+
     def _in_ring(self, ring: Arena) -> Iterator[Records]:
+        header = bytes(ring.image(0)[: image.header_bytes(ring.image(0))])
+        try:
+            has_values = image.parse_cached(header, ring.slot_bytes, ring.place)[1].has_values
+        except Damaged:
+            return  # each record says so itself
         seals = sorted(ring.seals().values(), key=lambda seal: seal.step)
         run: Records | None = None
         for seal in seals:
@@ -142,7 +187,7 @@ class Sources:
                 yield run
             run = Records(
                 source="memory", node=self.node, rank=ring.rank, world=ring.world, first=seal.step, last=seal.step,
-                bytes=seal.length, cut_time=seal.cut_time,
+                bytes=seal.length, cut_time=seal.cut_time, has_values=has_values,
             )  # fmt: skip
         if run is not None:
             yield run
@@ -167,6 +212,7 @@ class Sources:
                     yield Records(
                         source="disk", node=self.node, rank=newest.rank, world=newest.world, first=start + 1,
                         last=log.last, bytes=newest.payload_bytes, cut_time=newest.cut_time,
+                        has_values=log.info is not None and log.info.has_values,
                     )  # fmt: skip
 
     def attempts(self) -> tuple[Attempt, ...]:
@@ -178,7 +224,7 @@ class Sources:
     def fetch(self, holding: Holding, *, copy: bool = False) -> tuple[image.ImageLayout, ImageInfo, memoryview]:
         """One part's image, every byte of it checked. `copy`: the owner may be alive and may overwrite it."""
         if holding.source == "memory":
-            data, file = self._from_memory(holding, copy), f"arena of rank {holding.rank}"
+            data, file = self._from_memory(holding, copy, self.arenas), f"arena of rank {holding.rank}"
         else:
             commit = read_commit(self.tier, holding.step, self.run)
             data, file = read_data(self.tier, read_part(self.tier, commit, holding.rank)), f"rank {holding.rank}"
@@ -204,7 +250,7 @@ class Sources:
 
     def _from_ring(self, records: Records, step: int, copy: bool) -> RecordImage:
         for ring in self.rings:
-            slot = ring.slot_of(step) if ring.rank == records.rank else None
+            slot = ring.slot_of(step) if ring.rank == records.rank and ring.kind == "log" else None
             if slot is None:
                 continue
             seal = ring.seals()[slot]
@@ -216,11 +262,11 @@ class Sources:
             raise Damaged("the header is not the one that was sealed", tier="memory", step=step, rank=records.rank)
         raise Damaged("its record is no longer there", tier="memory", step=step, rank=records.rank)
 
-    def _from_memory(self, holding: Holding, copy: bool) -> memoryview:
+    def _from_memory(self, holding: Holding, copy: bool, arenas: list[Arena]) -> memoryview:
         def bad(reason: str, chunk: int | None = None) -> Damaged:
             return Damaged(reason, tier="memory", step=holding.step, rank=holding.rank, chunk=chunk)
 
-        for arena in self.arenas:
+        for arena in arenas:
             slot = arena.slot_of(holding.step) if arena.rank == holding.rank else None
             if slot is None or arena.seals()[slot].generation != holding.generation:
                 continue

@@ -25,8 +25,10 @@ Record = TypeVar("Record", Commit, Part, RunRecord, Attempt)
 
 _COMMIT_NAME = re.compile(r"step-(\d{10})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{10})")
+_VALUES_FOLDER = re.compile(r"values-(\d{10})")
 _MAX_RECORD_BYTES = 256 << 20
 RUN_RECORD = "run.json"
+Folder = Callable[[int], str]  # where the parts of a step lie
 
 
 class _Format(msgspec.Struct):
@@ -41,12 +43,30 @@ def commit_name(step: int) -> str:
     return f"{step_folder(step)}.json"
 
 
-def data_name(step: int, rank: int) -> str:
-    return f"{step_folder(step)}/rank-{rank:05d}.safetensors"
+def values_folder(step: int) -> str:
+    """Where a step of the log has what is too large for every record."""
+    return f"values-{step:010d}"
 
 
-def part_name(step: int, rank: int) -> str:
-    return f"{step_folder(step)}/rank-{rank:05d}.json"
+def data_name(step: int, rank: int, folder: Folder = step_folder) -> str:
+    return f"{folder(step)}/rank-{rank:05d}.safetensors"
+
+
+def part_name(step: int, rank: int, folder: Folder = step_folder) -> str:
+    return f"{folder(step)}/rank-{rank:05d}.json"
+
+
+def values_steps(tier: Tier) -> list[int]:
+    return [int(m[1]) for name in tier.folders() if (m := _VALUES_FOLDER.fullmatch(name))]
+
+
+def read_values_part(tier: Tier, step: int, rank: int, run: str) -> Part:
+    """The manifest of one rank's values. FileNotFoundError if it is not there."""
+    file = part_name(step, rank, values_folder)
+    part = read_record(tier, file, Part, step=step, rank=rank)
+    if (part.step, part.rank, part.run) != (step, rank, run):
+        raise Damaged("a manifest of another run, step or rank", tier=tier.name, file=file, step=step, rank=rank)
+    return part
 
 
 def encode(record: Record) -> bytes:
@@ -147,9 +167,9 @@ def read_part(tier: Tier, commit: Commit, rank: int) -> Part:
     return part
 
 
-def read_data(tier: Tier, part: Part) -> memoryview:
+def read_data(tier: Tier, part: Part, folder: Folder = step_folder) -> memoryview:
     """The image of one part, with every chunk checked."""
-    file = data_name(part.step, part.rank)
+    file = data_name(part.step, part.rank, folder)
 
     def bad(reason: str, chunk: int | None = None) -> Damaged:
         return Damaged(reason, tier=tier.name, step=part.step, rank=part.rank, file=file, chunk=chunk)

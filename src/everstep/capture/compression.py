@@ -1,0 +1,108 @@
+"""Training on compressed gradients: where the compressor sits.
+
+Under DDP it is the communication hook, so that less is sent. Elsewhere it stands in front of the optimizer's step: the
+gradient that is about to be applied is replaced by what the packed form can hold. Either way what the optimizer sees
+comes back from the packed form bit for bit, unless somebody changes it in between: `changed` finds that out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everstep.capture.compressor import Compressor, communication_hook
+from everstep.capture.layout import Subjects, is_replicated
+from everstep.errors import BadConfig
+
+_grad, _version = attrgetter("grad"), attrgetter("_version")
+
+
+class Compression:
+    """A compressor at work on all gradients of a run."""
+
+    def __init__(self, subjects: Subjects, compressor: Compressor) -> None:
+        self.compressor = compressor
+        compressor.bind(subjects.names())
+        replicated = [_ddp(model) for model in subjects.models if is_replicated(model)]
+        hooked = {id(p) for model in replicated for p in model.parameters()}
+        for model in replicated:
+            if model._comm_hooks:
+                raise BadConfig("compress= needs the communication hook of DDP, and one is registered already")
+            model.register_comm_hook(None, communication_hook(compressor, model.process_group))
+        self._buffers: dict[str, Tensor] = {}
+        self._kinds: dict[int, dict[Any, list[Tensor]]] = {}
+        self._handles = []
+        for i, optimizer in enumerate(subjects.optimizers):
+            plain = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in hooked and p.requires_grad]
+            for parameter in plain:
+                self._kinds.setdefault(i, {}).setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            if plain:
+                self._handles.append(optimizer.register_step_pre_hook(partial(self._squeeze, i)))
+        self._expected = -1  # how often the gradients are written between the compressor and the step
+        self.skipped = ""  # why the gradients of this step are not compressed
+
+    @torch.no_grad()
+    def _squeeze(self, index: int, *_: object) -> None:
+        """Replace the gradients that an optimizer is about to consume."""
+        for number, parameters in enumerate(self._kinds[index].values()):
+            gradients = list(map(_grad, parameters))
+            if any(g is None or g.layout is not torch.strided for g in gradients):
+                self.skipped = "a parameter has no gradient, so none of this step were compressed"
+                return
+            key = f"{index}.{number}"
+            flat = self._buffers.get(key)
+            if flat is None:
+                self.compressor.lay_out(key, parameters)
+                flat = self._buffers[key] = torch.empty(sum(p.numel() for p in parameters)).to(gradients[0])
+            pieces = [piece.view(g.shape) for piece, g in zip(_cut(flat, parameters), gradients, strict=True)]
+            torch._foreach_copy_(pieces, gradients)
+            self.compressor.packed[key] = (parameters, self.compressor.reduce(flat, key, None))
+            torch._foreach_copy_(gradients, pieces)
+
+    @torch.no_grad()
+    def changed(self, *, look: bool) -> bool:
+        """Whether DDP's gradients are no longer what was packed. `look`: at the bits, and not only for signs."""
+        hooked = {k: one for k, one in self.compressor.packed.items() if k not in self._buffers}
+        gradients = [p.grad for parameters, _ in hooked.values() for p in parameters]
+        writes = sum(map(_version, (g for g in gradients if g is not None)))
+        if not look and writes == self._expected:
+            return False
+        self._expected = writes
+        for parameters, packed in hooked.values():
+            if any(p.grad is None for p in parameters):
+                return True
+            flat = torch.empty(sum(p.numel() for p in parameters)).to(parameters[0].grad)
+            self.compressor.unpack(packed, flat)
+            pieces = zip(_cut(flat, parameters), parameters, strict=True)
+            if not all(_same_bits(piece, p.grad) for piece, p in pieces if p.grad is not None):
+                return True
+        return False
+
+    def end_step(self) -> None:
+        self.compressor.begin_step()
+        self.skipped = ""
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    while hasattr(model, "_orig_mod"):
+        model = model._orig_mod  # type: ignore[assignment]
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    return model
+
+
+def _cut(flat: Tensor, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+    pieces: tuple[Tensor, ...] = flat.split([parameter.numel() for parameter in parameters])
+    return pieces
+
+
+def _same_bits(piece: Tensor, gradient: Tensor) -> bool:
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[piece.itemsize]
+    return torch.equal(piece.view(words), gradient.reshape(-1).view(words))

@@ -1,0 +1,126 @@
+"""Gradients on their way from the reductions to the optimizer: copied as soon as DDP has averaged them.
+
+DDP reduces buckets while backward still computes. The tap is its communication hook: it reduces as DDP would, and when
+a bucket is there, copies this rank's rows of it into the record, in the order of communication; those of a device
+leave it at once, paced as all copies are. What the optimizer sees is usually what DDP averaged. Where the loop changes
+it in between (clipping, unscaling) the tap is of no use and is left alone: gradients are taken in front of step() then.
+Which of the two holds is found out by looking, at the bits in the first steps and now and then, by signs in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from everstep.capture.copier import Copier
+from everstep.capture.form import Form
+from everstep.capture.layout import Share, Subjects
+from everstep.events import Sink, TapMoved
+
+_LOOKS, _LOOK_EVERY = 4, 64  # steps at which bits are compared
+_version = attrgetter("_version")
+
+
+class Tap:
+    """The communication hooks of a run's DDP models."""
+
+    def __init__(self, subjects: Subjects, copier: Copier, emit: Sink) -> None:
+        self._copier, self._emit = copier, emit
+        self._moved = False  # gradients are taken in front of step() instead
+        self._form: Form | None = None
+        self._slot = -1
+        self._targets: dict[int, tuple[Share, list[Tensor]]] = {}
+        self._taken: set[int] = set()  # parameters of this step, by id,
+        self._closed: set[int] = set()  # and those whose optimizer has stepped
+        self._expected, self._looked = -1, 0
+        for model in subjects.models:
+            while hasattr(model, "_orig_mod"):
+                model = model._orig_mod  # type: ignore[assignment]
+            if isinstance(model, nn.parallel.DistributedDataParallel) and not model._comm_hooks:
+                model.register_comm_hook(model.process_group, self._hook())
+
+    def _hook(self) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
+        def hook(group: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            assert isinstance(group, dist.ProcessGroup)
+            flat, parameters = bucket.buffer(), bucket.parameters()
+            flat.mul_(1.0 / group.size())  # as DDP itself does; a division would round otherwise
+            reduced = dist.all_reduce(flat, group=group, async_op=True).get_future()
+            answer: torch.futures.Future[Tensor] = reduced.then(lambda f: self._take(parameters, f.value()[0]))
+            return answer
+
+        hook.__annotations__ = {"bucket": dist.GradBucket}  # DDP compares it, and not as a string
+        return hook
+
+    # -- for the recorder
+
+    def begin(self, form: Form | None, slot: int | None) -> None:
+        """Gradients of the next step go into this slot; None: nowhere."""
+        self._taken, self._closed = set(), set()
+        if form is not self._form:
+            self._form = form
+            self._targets = {
+                id(parameter): (item, [targets[i] for targets in slots])
+                for consumer in (form.consumers if form is not None else ())
+                for parameters, shares, slots in zip(
+                    consumer.parameters, consumer.shares, zip(*consumer.targets, strict=True), strict=True
+                )
+                for i, (parameter, item) in enumerate(zip(parameters, shares, strict=True))
+            }
+        self._slot = -1 if slot is None or self._moved else slot
+
+    def has(self, parameters: list[Tensor], gradients: list[Tensor | None]) -> bool:
+        """Whether the record already has what the optimizer is about to see."""
+        if self._moved or not self._taken.issuperset(map(id, parameters)):
+            return False
+        writes = sum(map(_version, (g for g in gradients if g is not None)))
+        look = self._looked < _LOOKS or self._looked % _LOOK_EVERY == 0 or writes != self._expected
+        self._looked += 1
+        if look and not self._is_same(parameters, gradients):
+            self._moved = True
+            self._emit(TapMoved(reason="gradients are changed between their reduction and optimizer.step()"))
+            return False
+        self._expected = writes
+        return True
+
+    def close(self, parameters: list[Tensor]) -> None:
+        """They were consumed: whatever is reduced for them now belongs to nobody, until the next step begins."""
+        self._closed.update(map(id, parameters))
+
+    def _is_same(self, parameters: list[Tensor], gradients: list[Tensor | None]) -> bool:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            item, slots = self._targets[id(parameter)]
+            if gradient is not None and not _same_bits(slots[self._slot], item.source(gradient)):
+                return False
+        return True
+
+    # -- whatever thread completes a reduction
+
+    @torch.no_grad()
+    def _take(self, parameters: list[Tensor], flat: Tensor) -> Tensor:
+        form = self._form
+        if form is None or self._slot < 0:
+            return flat
+        open_ = self._targets.keys() - self._closed
+        pieces = flat.split([parameter.numel() for parameter in parameters])
+        found = [(p, piece) for p, piece in zip(parameters, pieces, strict=True) if id(p) in open_]
+        if not found:
+            return flat
+        form.record.await_drain(self._copier)
+        targets = [self._targets[id(p)][1][self._slot] for p, _ in found]
+        sources = [
+            self._targets[id(p)][0].source(piece.as_strided(p.shape, p.stride(), piece.storage_offset()))
+            for p, piece in found
+        ]
+        torch._foreach_copy_(targets, sources)
+        form.record.drain_early(self._slot, targets, self._copier)
+        self._taken.update(id(p) for p, _ in found)
+        return flat
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return torch.equal(one.reshape(-1).view(words), other.reshape(-1).view(words))

@@ -1,0 +1,179 @@
+"""Whether what is kept is sound: every byte against its checksum, and if asked every step against its digest.
+
+Reading needs no torch; repeating steps does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from everstep import image
+from everstep.errors import Diverged, EverstepError
+from everstep.recover.plan import make_plan, reaches, up_to
+from everstep.recover.reach import only, restorable
+from everstep.recover.survey import Sources
+from everstep.store.log import log_folder, log_name, rank_of, read_log, scan, segments
+from everstep.types import Holding, Plan, Source, Survey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one check: of a part of a base, of a file of the log, of a ring, or of repeated steps."""
+
+    step: int
+    source: Source
+    rank: int
+    bytes: int
+    problem: str  # empty if all is well
+    checked: bool = True
+    file: str = ""  # of the log
+    note: str = ""
+
+
+def check_part(sources: Sources, holding: Holding) -> Finding:
+    problem = ""
+    try:
+        sources.fetch(holding, copy=holding.source == "memory")
+    except (EverstepError, OSError) as error:
+        problem = str(error)
+    return Finding(
+        step=holding.step, source=holding.source, rank=holding.rank, bytes=holding.bytes, problem=problem,
+        checked=holding.checked,
+    )  # fmt: skip
+
+
+def check_rejections(sources: Sources, survey: Survey) -> list[Finding]:
+    """What the survey could not use, but for the log, of which `check_log` says more."""
+    known = set()
+    for start, rank in log_files(sources):
+        try:
+            known.add(scan(sources.tier, start, rank, sources.run).problem)
+        except (EverstepError, OSError) as error:
+            known.add(str(error))
+    return [
+        Finding(step=r.step, source="memory" if r.source == "memory" else "disk", rank=-1, bytes=0, problem=r.reason)
+        for r in survey.rejections
+        if r.reason not in known
+    ]
+
+
+def log_files(sources: Sources) -> list[tuple[int, int]]:
+    """The step after which each file of the log begins, and its rank."""
+    found = [
+        (start, rank_of(name)) for start in segments(sources.tier) for name in sources.tier.names(log_folder(start))
+    ]
+    return [(start, rank) for start, rank in found if rank is not None]
+
+
+def check_log(sources: Sources, start: int, rank: int, limit: int | None = None) -> Finding:
+    """One file, every byte of it. A tail that a crash tore is no damage: nobody was told that it was kept.
+
+    `limit`: what comes after this step does not matter.
+    """
+    tier = sources.tier
+    try:
+        log = read_log(tier, start, rank, sources.run)
+        size = tier.size(log.name)
+    except (EverstepError, OSError) as error:
+        return Finding(
+            step=start + 1, source="disk", rank=rank, bytes=0, problem=str(error), file=log_name(start, rank)
+        )
+    matters = bool(log.problem) and (limit is None or log.last < limit)
+    problem = log.problem if matters and not log.torn else ""
+    note = f"{len(log.records)} records after step {start}"
+    if matters and log.torn:
+        note += f"; {log.problem}"
+    return Finding(
+        step=log.last + bool(problem), source="disk", rank=rank, bytes=size, problem=problem, file=log.name, note=note
+    )
+
+
+def check_rings(sources: Sources) -> Iterator[Finding]:
+    """Records in memory carry no checksums; their headers are looked at."""
+    for ring in sources.rings:
+        seals = ring.seals()
+        for slot, seal in seals.items():
+            data = ring.image(slot)
+            header = bytes(data[: image.header_bytes(data)])
+            try:
+                image.parse_cached(header, len(data), ring.place)
+            except EverstepError as error:
+                yield Finding(
+                    step=seal.step,
+                    source="memory",
+                    rank=ring.rank,
+                    bytes=seal.length,
+                    problem=str(error),
+                    checked=False,
+                )
+        if seals:
+            newest = max(seal.step for seal in seals.values())
+            yield Finding(
+                step=newest, source="memory", rank=ring.rank, bytes=ring.slot_bytes * len(seals), problem="",
+                checked=False, note=f"{len(seals)} records in the ring",
+            )  # fmt: skip
+
+
+# -- by repeating
+
+
+def chains(sources: Sources, survey: Survey, step: int | None) -> list[Plan]:
+    """What to repeat so that every record is, or those that lead to a step: as the disk has it, then what is newer."""
+    disk = only(survey, "disk")
+    newest = max(restorable(disk), default=-1)
+    newer = [plan for plan in _chains(sources, survey, step) if plan.step is not None and plan.step > newest]
+    return _chains(sources, disk, step) + newer
+
+
+def _chains(sources: Sources, survey: Survey, step: int | None) -> list[Plan]:
+    """From each base to the next one, from the last as far as records lead."""
+    whole = reaches(survey, {sources.node})
+    bases = sorted({parts[0].step for parts, _ in whole})
+    found = []
+    for parts, last in whole:
+        base = parts[0].step
+        end = min([last, *(b for b in bases if b > base)][:2]) if step is None else step
+        if base < end <= last and (step is None or not any(base < b < end for b in bases)):
+            limited = up_to(survey, end)
+            held = tuple(h for h in limited.holdings if h.step == base)
+            found.append(make_plan(Survey(holdings=held, records=limited.records), {sources.node}))
+    return [plan for plan in found if plan.records]
+
+
+def check_chain(sources: Sources, survey: Survey, plan: Plan) -> Finding:
+    """Repeat the steps of a plan, and compare with the digests of training, and with the base of the last step."""
+    from everstep.recover.assemble import view
+    from everstep.recover.chain import BadRecord, fetch_chain
+    from everstep.recover.rebuild import NeedsProgram, differs_from, rebuild
+
+    assert plan.step is not None and plan.base is not None
+    read_from = {part.source for part in plan.parts} | {one.source for one in plan.records}
+    source: Source = "memory" if "memory" in read_from else "disk"
+    size = sum(one.bytes * (one.last - one.first + 1) for one in plan.records)
+
+    def finding(problem: str = "", note: str = "") -> Finding:
+        return Finding(step=int(plan.step or 0), source=source, rank=-1, bytes=size, problem=problem, note=note)
+
+    def fetched(parts: tuple[Holding, ...], step: int) -> Any:
+        return view({h.rank: sources.fetch(h, copy=True) for h in parts}, step, 0)
+
+    repeated = f"steps {plan.base + 1} to {plan.step} repeated from base {plan.base}"
+    try:
+        chain = fetch_chain(sources, plan, 0, copy=True)
+        assert chain is not None
+        rebuilt = rebuild(fetched(plan.parts, plan.base), chain)
+        following = [parts for parts, _ in reaches(survey, {sources.node}) if parts[0].step == plan.step]
+        other = differs_from(rebuilt, fetched(following[-1], plan.step)) if following else None
+    except NeedsProgram as error:
+        return finding(note=f"not repeated: {error}")
+    except Diverged as error:
+        return finding(f"{repeated}: {error}")
+    except (BadRecord, EverstepError, OSError) as error:
+        return finding(f"{repeated}: {error}")
+    if other is not None:
+        return finding(f"{repeated}: {other} is not what base {plan.step} has")
+    proven = f"base {plan.step}" if following else f"a digest of step {rebuilt.proven}"
+    known = "no digest among them" if not following and rebuilt.proven is None else f"proven by {proven}"
+    return finding(note=f"{repeated}, {known}")
