@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep import run as door
+from everstep.capture import gradients
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.cli import app
 from everstep.events import Degraded, Drift, Persisted, Replayed, ReplicaMade, Started, read_events
@@ -39,6 +40,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
 }
 
@@ -259,6 +261,28 @@ def test_where_arithmetic_differs_every_image_and_the_resumed_run_say_so(
     assert not everstep.open(directory).status()["replica"].exact
     assert must_finish(life)["resumed_from"] == KILLED_AT
     assert any(f"step {KILLED_AT} comes from a replica" in reason for reason in reasons(directory))
+
+
+def test_where_arithmetic_differs_drift_is_measured_and_does_not_spoil_the_steps_after_it(directory: Path) -> None:
+    """Steps on lists of tensors stand in for those of a device: the host form goes one by one, and rounds otherwise."""
+
+    def life(at_step: At = lambda run: None) -> dict[str, Any]:
+        door.Run._replica_of = lambda run: "cuda"  # type: ignore[method-assign]
+        door._REBASE, gradients._DIGEST_EVERY = 3, 4
+        return train(directory, at_step, "foreach")
+
+    def watch(run: everstep.Run) -> None:
+        if run.step in (12, 13, 16):
+            await_replica(run)
+        if run.step == 16:
+            os.kill(replica(run)["pid"], signal.SIGSTOP)
+        if run.step == 19:
+            die()
+
+    assert live(lambda: life(watch)).killed
+    drift = events(directory, Drift)[0]
+    assert drift.differing > 0 and 0 < drift.largest < 1e-4
+    assert must_finish(life)["resumed_from"] == 19  # by digests of training, the replica would be taken for damaged
 
 
 # -- whatever becomes of it

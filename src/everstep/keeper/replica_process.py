@@ -33,6 +33,7 @@ from everstep.topology import node_name
 _NICENESS = 10
 _IDLE_S = 0.005
 _REPORT_S = 0.25
+_LOOK_S = 0.5
 _BASE_PATIENCE_S = 5.0  # how long a base may take to be sealed before the replica goes on without comparing
 
 
@@ -48,7 +49,7 @@ class Follower:
         self._hold_wanted = False
         self._cpu_s_per_step = 0.0
         self._drift = (-1, 0, 0.0)
-        self._reported_at = 0.0
+        self._reported_at = self._looked_at = 0.0
 
     # -- the conversation
 
@@ -126,8 +127,14 @@ class Follower:
             return False
 
     def _has_news(self, ranks: list[Rank]) -> bool:
+        """By a glance at control pages; now and then yes, since a new ring does not know what the log has."""
+        now = time.monotonic()
         recorded = all(rank.records.newest() > self._step for rank in ranks)
-        return recorded or (self._compared != self._step and any(_live(rank) == self._step for rank in ranks))
+        captured = self._compared != self._step and any(_live(rank) == self._step for rank in ranks)
+        if recorded or captured or now - self._looked_at > _LOOK_S:
+            self._looked_at = now
+            return True
+        return False
 
     def _begin(self, ranks: list[Rank]) -> bool:
         """From what an earlier process of this kind has left, or from a true base, whichever is newer."""
