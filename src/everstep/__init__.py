@@ -4,14 +4,18 @@ run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
 types errors events config image topology signals
+# decisions: pure, and anybody on the road may ask for one
+tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
 capture/        what the optimizers consumed            digest update purity sheet form tap gradients
+capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
-keeper/         out of the trainer's way                protocol session flush logbook scavenge keeper process client
+keeper/         out of the trainer's way                protocol logbook session flush pace scavenge keeper process
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
+keeper/         and its end in the trainer              client
 # the road home: a byte returns
 recover/        back to the same step on every rank     survey plan assemble chain state load
 recover/        by repeating what followed a base       gather replay resume export

@@ -35,6 +35,7 @@ from everstep.recover.audit import (
     check_part,
     check_rejections,
     check_rings,
+    check_values,
     log_files,
 )
 from everstep.recover.plan import make_plan, reaches, up_to, without
@@ -175,6 +176,9 @@ class Archive:
                 holdings, limit = plan.parts, step
                 files = [(start, rank) for start, rank in everywhere if _is_between(plan, start, rank, everywhere)]
         checks: list[tuple[int, Callable[[], Finding]]] = [(h.bytes, partial(check_part, sources, h)) for h in holdings]
+        if step is None or limit is not None:
+            wanted = [v for v in survey.values if step in (None, v.step)]
+            checks += [(v.bytes, partial(check_values, sources, v)) for v in wanted]
         for start, rank in files:
             checks.append((sources.tier.size(log_name(start, rank)), partial(check_log, sources, start, rank, limit)))
         return checks
@@ -302,7 +306,7 @@ class Archive:
         with self._sources() as sources:
             if _is_training(sources) or keeper_pid(self.run) is not None:
                 return []
-            ways = [(parts[0].step, last) for parts, last in reaches(sources.survey(), {sources.node})]
+            ways = [(parts[0].step, steps[-1]) for parts, steps in reaches(sources.survey(), {sources.node})]
             for start, rank in log_files(sources):
                 try:
                     end = scan(self._tier, start, rank, self.run).last
@@ -335,6 +339,8 @@ def _sound_plan(sources: Sources, survey: Survey) -> Plan:
         plan = make_plan(survey, nodes)
         looked_at = [(h, check_part(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
         bad: list[tuple[Holding | Records, str]] = [(h, finding.problem) for h, finding in looked_at if finding.problem]
+        values = [(v, check_values(sources, v)) for v in plan.values if v.source == "disk" or not is_training]
+        bad += [(v, finding.problem) for v, finding in values if finding.problem]
         bad += _bad_records(sources, [r for r in plan.records if r.source == "disk" or not is_training])
         if not bad:
             return plan
@@ -394,7 +400,7 @@ def _repeated(base: Checkpoint, chain: Chain, survey: Survey) -> Checkpoint:
 
 def _ring_state(rings: list[Arena]) -> dict[str, int]:
     """What is in the rings, and how much of it is not on a medium yet."""
-    seals = [(seal, ring.taken()) for ring in rings for seal in ring.seals().values()]
+    seals = [(seal, ring.taken()) for ring in rings if ring.kind == "log" for seal in ring.seals().values()]
     return {
         "records": len(seals),
         "unwritten": sum(seal.step > taken for seal, taken in seals),

@@ -78,6 +78,10 @@ class Disk:
         if self.every is not None:
             Every.parse(self.every, name="Disk(every=)")
 
+    @property
+    def cadence(self) -> Every:
+        return Every() if self.every is None else Every.parse(self.every, name="Disk(every=)")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
@@ -101,6 +105,7 @@ class Settings:
     epochs: int | None = 1
     steps: int | None = None
     capture: Every = field(default_factory=lambda: Every(steps=1))
+    overhead_budget: float = 0.03
     strategy: Strategy = "auto"
     mode: Mode = "host"
     memory: Memory = field(default_factory=Memory)
@@ -115,6 +120,8 @@ class Settings:
             raise BadConfig(f"epochs must be None or at least 1, not {self.epochs}")
         if self.steps is not None and self.steps < 1:
             raise BadConfig(f"steps must be None or at least 1, not {self.steps}")
+        if isinstance(self.overhead_budget, bool) or not 0 < self.overhead_budget < 1:
+            raise BadConfig(f"overhead_budget must be a share between 0 and 1, not {self.overhead_budget!r}")
         if self.strategy not in get_args(Strategy):
             raise BadConfig(f"strategy must be one of {', '.join(get_args(Strategy))}, not {self.strategy!r}")
         if self.mode not in ("host", "device", "direct", "disk"):

@@ -158,6 +158,26 @@ class Stopping(Event, frozen=True, kw_only=True):
     step: int
 
 
+class Tuned(Event, frozen=True, kw_only=True):
+    """A number was chosen anew: the formula, what went into it, and the constraint that decided."""
+
+    what: str
+    value: int
+    formula: str
+    inputs: dict[str, float]
+    bound: str
+    assumed: tuple[str, ...]
+
+
+class Chose(Event, frozen=True, kw_only=True):
+    """How steps are kept from now on, and why."""
+
+    step: int
+    strategy: str
+    reason: str
+    inputs: dict[str, float]
+
+
 class Finished(Event, frozen=True, kw_only=True):
     rank: int
     step: int
@@ -182,6 +202,8 @@ AnyEvent = (
     | Scavenged
     | Retired
     | Stopping
+    | Tuned
+    | Chose
     | Finished
 )
 Sink = Callable[[Event], None]

@@ -15,23 +15,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
-import msgspec
 import torch
 from torch import nn
 
 from everstep import topology
 from everstep.capture import extras as trees
-from everstep.capture.arena import Arena, ArenaKind
+from everstep.capture.arena import Arena
 from everstep.capture.compression import Compression
 from everstep.capture.compressor import Compressor
 from everstep.capture.copier import Copier
 from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
-from everstep.capture.update import kinds_of_device, why_no_replica
-from everstep.config import Disk, Every, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
+from everstep.capture.steering import Steering, followed
+from everstep.config import Disk, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.keeper.client import Answers, KeeperClient
@@ -43,9 +42,6 @@ from everstep.recover.survey import Sources
 from everstep.signals import Signals
 from everstep.store import claim
 from everstep.types import Level
-
-_LOG_PER_BASE = 4  # a base is taken when the records since the last one are this many times as large,
-_REBASE = 4  # and with a replica that many times more rarely: it needs bases only to be compared with
 
 
 def guard(
@@ -60,6 +56,7 @@ def guard(
     epochs: int | None = 1,
     steps: int | None = None,
     lose_at_most: int | str = 1,
+    overhead_budget: float = 0.03,
     strategy: Strategy = "auto",
     compress: Compressor | None = None,
     tiers: list[Memory | Disk] | None = None,
@@ -74,13 +71,15 @@ def guard(
     model, optimizer, scheduler: one or a list. loader: what the run iterates, or None for loops that call run.done().
     extra: names of anything with state_dict/load_state_dict, or plain trees of numbers, strings, bytes and tensors; on
     resume plain values are put back under their names. lose_at_most: steps, or a duration such as "30s".
+    overhead_budget: the share of the training time that this may cost. strategy: "snapshot" (a base each time), "log"
+    (a base now and then, and what the optimizers consumed in every step), or "auto": what is measured to cost less.
     mode: where captures land: "host" memory, spare "device" memory first, "direct" into Memory(path=...), or "disk"
     (as often as the disk takes them). keep: how many checkpoints stay on disk, or Keep(last=, every=).
     linger: how long the keeper holds memory for a restart after the trainers are gone.
     """
     chosen = settings(
-        dir, lose_at_most=lose_at_most, strategy=strategy, tiers=tiers, keep=keep, mode=mode, strict=strict,
-        epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
+        dir, lose_at_most=lose_at_most, overhead_budget=overhead_budget, strategy=strategy, tiers=tiers, keep=keep,
+        mode=mode, strict=strict, epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
     )  # fmt: skip
     state = State(
         models=as_list(model, nn.Module, "model"),
@@ -117,25 +116,27 @@ class Run:
         self._lock = claim.hold(chosen.directory, self._place)
         self._run = claim.identity(chosen.directory, self._place, self._emit)
         source = self._restore()
-        generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
+        self._generation = generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
-        self._followed = self._replica_of() if chosen.strategy == "replica" else ""
+        self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
             sign(folder, chosen.directory, self._emit)
-        left, rings = self._left_by_earlier_life()
+        left, rings = self._sources().left_to(self._place.rank, self._place.world, is_followed=bool(self._followed))
         self._copier = Copier()
         self._capture = Capture(
             state.subjects, self._copier, topology=self._place, settings=chosen, run=self._run, generation=generation,
             emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
             resumed_base=self._resumed_base, leased=set(self._keeper.leased),
         )  # fmt: skip
+        self._steering = Steering(
+            state.subjects, self._capture, chosen, self._place, self._emit,
+            had_log=self._resumed_base != self.resumed_from, is_followed=bool(self._followed),
+        )  # fmt: skip
         compressor = state.subjects.compressor
         self._compression = Compression(state.subjects, compressor) if compressor is not None else None
-        self._recorder = self._make_recorder(generation, rings) if chosen.strategy in ("log", "replica") else None
-        if self._recorder is None:
-            self._leave_behind(rings)
+        self._recorder = self._begin_log(rings)
         self._keeper.listen_with(
             Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
         )
@@ -148,8 +149,7 @@ class Run:
     # -- beginning
 
     def _hello(self, generation: str, local: int) -> Hello:
-        disk, keep = self.settings.disk, self.settings.keep
-        every = Every() if disk.every is None else Every.parse(disk.every, name="Disk(every=)")
+        keep, every, lose = self.settings.keep, self.settings.disk.cadence, self.settings.capture
         linger_s = self.settings.linger_s
         if self.settings.keeper == "inline":
             local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
@@ -157,52 +157,32 @@ class Run:
             rank=self._place.rank, world=self._place.world, local=local, pid=os.getpid(), run=self._run,
             directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
-            keep_last=keep.last, keep_every=keep.every, linger_s=linger_s, torch=str(torch.__version__),
-            replica=self._followed,
+            lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
+            torch=str(torch.__version__), replica=self._followed,
         )  # fmt: skip
-
-    def _replica_of(self) -> str:
-        """On which kinds of device the state is that a replica is to follow; empty if none can."""
-        subjects = self._state.subjects
-        reason = next(filter(None, map(why_no_replica, subjects.optimizers)), "")
-        if subjects.compressor is not None:
-            reason = "gradients are compressed, and a replica cannot follow that"
-        if reason:
-            self._emit(Degraded(what="there is no replica, the run is kept by its log", reason=reason))
-        return "" if reason else " and ".join(kinds_of_device(subjects.optimizers))
 
     def _sources(self) -> Sources:
         return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
 
-    def _left_by_earlier_life(self) -> tuple[list[Arena], list[Arena]]:
-        """The bases and rings that an earlier life of this rank left on this node, or ranks that are no more."""
-        sources = self._sources()
-        rank, world = self._place.rank, self._place.world
-        kinds = ("base", "log", "values") if self._followed else get_args(ArenaKind)  # a replica has its own process
-        found = (*sources.arenas, *sources.rings)
-        mine = [arena for arena in found if arena.rank >= world or (arena.rank == rank and arena.kind in kinds)]
-        for arena in found:
-            if arena not in mine:
-                arena.close()
-        bases = [a for a in mine if a.kind in ("base", "replica")]
-        return bases, [a for a in mine if a not in bases]
-
-    def _make_recorder(self, generation: str, rings: list[Arena]) -> Recorder:
-        recorder = Recorder(
-            self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
-            generation=generation, emit=self._emit, attach=self._keeper.attach, left=rings,
-            resumed_from=self.resumed_from, compression=self._compression,
-        )  # fmt: skip
-        if self.resumed_from is not None:  # the chain goes on with the very next step
-            shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
-            self._capture.leave_behind(recorder.prepare(shape))
-        return recorder
-
-    def _leave_behind(self, rings: list[Arena]) -> None:
-        """Records of an earlier life that had a log: needed until this one has a base, and never to be followed."""
+    def _begin_log(self, rings: list[Arena]) -> Recorder | None:
+        """The rings of an earlier life are gone on with, or held until bases have taken their place."""
+        if self._steering.strategy == "log":
+            recorder = self._make_recorder(rings, self.resumed_from)
+            if self.resumed_from is not None:  # the chain goes on with the very next step
+                shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
+                self._capture.leave_behind(recorder.prepare(shape))
+            return recorder
         for ring in rings:
             ring.unseal_after(self.resumed_from)
         self._capture.leave_behind(rings)
+        return None
+
+    def _make_recorder(self, rings: list[Arena], since: int | None) -> Recorder:
+        return Recorder(
+            self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
+            generation=self._generation, emit=self._emit, attach=self._keeper.attach, left=rings, resumed_from=since,
+            compression=self._compression,
+        )  # fmt: skip
 
     def _restore(self) -> str:
         with self._sources() as sources:
@@ -266,8 +246,9 @@ class Run:
         self.step += 1
         before, self._cut_at = self._cut_at, time.monotonic()
         self._step_s = self._cut_at - before
-        leaving = self._leaving()
-        if leaving or self._is_due() or self.step == self.settings.steps:
+        self._steering.at_cut(self._step_s, self._recorder)
+        leaving, turned = self._leaving(), self._steer()
+        if not turned and (leaving or self._is_due() or self.step == self.settings.steps):
             self._take()
         if self._compression is not None:
             self._compression.end_step()
@@ -299,10 +280,24 @@ class Run:
             self._capture.leave_behind(self._recorder.prepare(self._capture.shape))
 
     def _is_base_due(self) -> bool:
-        assert self._recorder is not None and self._capture.shape is not None
-        records = self.step - self._capture.base_step
-        rarely = _REBASE if self._followed else 1
-        return records * self._recorder.record_bytes >= rarely * _LOG_PER_BASE * self._capture.shape.layout.total_bytes
+        return self.step - self._capture.base_step >= self._steering.steps_per_base
+
+    def _steer(self) -> bool:
+        """Turn, if it is time to; on a base, so that nothing is less safe on the way."""
+        keeper, steering = self._keeper, self._steering
+        if not steering.decide(self.step, self._recorder, keeper.base_write_s, keeper.record_write_s):
+            return False
+        self._take(base=True)
+        if self._recorder is not None:
+            self._capture.leave_behind(self._recorder.close())
+            keeper.detach_rings()
+            self._recorder = None
+        else:
+            self._recorder = self._make_recorder([], self.step)
+            assert self._capture.shape is not None
+            self._capture.leave_behind(self._recorder.prepare(self._capture.shape))
+            keeper.persist(self.step, as_base=True)  # records lead nowhere on the disk before it is there
+        return True
 
     def _tree(self) -> dict[str, Any]:
         return {
@@ -354,14 +349,11 @@ class Run:
             "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
             "arena": arena.place if arena is not None else None,
             "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
+            **self._steering.status(),
             "stall_s": self._capture.stall_s,
-            "replica": self._replica_status(),
+            "replica": self._keeper.replica_status(self.step),
             "trouble": self._keeper.trouble,
         }
-
-    def _replica_status(self) -> dict[str, object] | None:
-        known = self._keeper.replica
-        return {**msgspec.structs.asdict(known), "behind": self.step - known.step} if known is not None else None
 
     # -- ending
 

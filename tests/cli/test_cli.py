@@ -97,7 +97,9 @@ def killed() -> Iterator[Path]:
 def test_ls_lists_what_can_be_restored(cli: Cli, finished: Path, killed: Path) -> None:
     said = cli("ls", finished, "--json")
     assert (said.code, said.err) == (0, "")
-    assert [set(kept) for kept in said.json] == [{"step", "world", "bytes", "cut_time", "sources", "base"}] * 3
+    assert [set(kept) for kept in said.json] == [
+        {"step", "world", "bytes", "cut_time", "sources", "base", "replica"}
+    ] * 3
     assert [(kept["step"], kept["world"], kept["sources"]) for kept in said.json] == [
         (2, 1, ["disk"]),
         (4, 1, ["disk"]),
@@ -125,7 +127,7 @@ def test_version(cli: Cli) -> None:
 def test_help_names_every_command(cli: Cli) -> None:
     said = cli("--help")
     assert said.code == 0
-    for command in ("ls", "show", "status", "verify", "plan", "export", "rm", "gc"):
+    for command in ("ls", "show", "status", "verify", "plan", "tune", "export", "rm", "gc"):
         assert re.search(rf"^\s+{command}\s+\S", said.out, re.MULTILINE)
         assert cli(command, "--help").code == 0
 
@@ -161,10 +163,10 @@ def test_verify_reads_everything_and_finds_it_sound(cli: Cli, finished: Path, ki
 
 def test_plan_says_what_a_restart_would_do(cli: Cli, killed: Path) -> None:
     plan = cli("plan", killed, "--json").json
-    assert set(plan) == {"step", "world", "parts", "rejections", "records", "base"}
+    assert set(plan) == {"step", "world", "parts", "rejections", "records", "values", "base"}
     assert (plan["step"], plan["world"], plan["rejections"]) == (5, 1, [])
     assert set(plan["parts"][0]) == {
-        "source", "node", "step", "rank", "world", "generation", "bytes", "cut_time", "checked",
+        "source", "node", "step", "rank", "world", "generation", "bytes", "cut_time", "checked", "replica",
     }  # fmt: skip
     lost = cli("plan", killed, "--lost", "memory", "--json").json
     assert (lost["step"], lost["parts"][0]["source"]) == (3, "disk")
@@ -182,7 +184,7 @@ def test_status_of_a_dead_run(cli: Cli, killed: Path) -> None:
     status = cli("status", killed, "--json").json
     assert set(status) == {
         "run", "directory", "alive", "trainers", "keeper", "step", "sealed_step", "durable_step", "arena_bytes",
-        "ring", "exposure",
+        "ring", "exposure", "replica",
     }  # fmt: skip
     assert (status["alive"], status["trainers"], status["keeper"]) == (False, [], None)
     assert (status["step"], status["sealed_step"], status["durable_step"]) == (5, 5, 3)
@@ -255,7 +257,17 @@ def test_nothing_to_restore_is_exit_code_3(cli: Cli, finished: Path, tmp_path: P
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("not a run")
     for place in ("nowhere", "empty", "file"):
-        for words in (["ls"], ["show"], ["status"], ["verify"], ["plan"], ["rm"], ["export"], ["gc", "--dry-run"]):
+        for words in (
+            ["ls"],
+            ["show"],
+            ["status"],
+            ["verify"],
+            ["plan"],
+            ["tune"],
+            ["rm"],
+            ["export"],
+            ["gc", "--dry-run"],
+        ):
             rest = {"rm": [1], "export": [tmp_path / "out"]}.get(words[0], [])
             said = cli(*words, tmp_path / place, *rest)
             assert said.code == 3, (words, place, said)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lives import digest, run_of
-from logged import END, alive, damage, own, past
+from logged import END, alive, damage, own, past, tidy
 from said import Cli
 
 import everstep
@@ -38,6 +38,7 @@ sys.stderr.write(" ".join(name for name in ("torch",) if name in sys.modules))
 def run() -> Iterator[Path]:
     """After a reboot."""
     with past() as directory:
+        tidy(directory)
         yield directory
 
 
@@ -54,9 +55,9 @@ def keep_the_last_in_the_ring() -> None:
     """The keeper dies with its trainer before it has written the last records."""
     take = Logbook.take
 
-    def some(self: Logbook, ring: Any, hello: Any) -> int:
+    def some(self: Logbook, ring: Any, **how: Any) -> int:
         newest = max((seal.step for seal in ring.seals().values()), default=0)
-        return 0 if newest > END - HELD else take(self, ring, hello)
+        return 0 if newest > END - HELD else take(self, ring, **how)
 
     Logbook.take = some  # type: ignore[method-assign]
 

@@ -28,14 +28,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import everstep
-from everstep.capture import layout, position, snapshot
+from everstep.capture import layout, position, snapshot, steering
 from everstep.keeper.client import keeper_pid
+from everstep.tune.controller import Measured
 
 SEED = 7
 PLACES = ("asked", "given", "forward", "backward", "step")
@@ -74,6 +76,7 @@ class Life:
     strategy: str = "snapshot"
     seed: int = SEED
     slow_copies: bool = False
+    turn_every: int = 0
 
     def file(self, what: str) -> Path:
         return self.directory / f"{what}-life-{self.number}-rank-{self.rank}"
@@ -214,6 +217,8 @@ def live(life: Life) -> None:
             seed(life.seed)
         if life.slow_copies:
             _slow_down_copies()
+        if life.turn_every:
+            _turn_every(life.turn_every)
         if life.world > 1:
             os.environ |= {"RANK": str(life.rank), "WORLD_SIZE": str(life.world), "LOCAL_RANK": str(life.rank)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(life.port)}
@@ -240,6 +245,19 @@ def _die_when_asked(trial: Trial) -> None:
         return original(feed)
 
     position.Feed.next_batch = next_batch  # type: ignore[method-assign]
+
+
+def _turn_every(steps: int) -> None:
+    """Make up costs for strategy="auto": whatever the run does is dear, and the other way is cheap."""
+    read = steering.Steering._read
+
+    def made_up(self: steering.Steering, recorder: Any, *rest: Any) -> Measured:
+        seen = read(self, recorder, *rest)
+        base_stall_s = 0.05 if recorder is None else 0.0
+        return msgspec.structs.replace(seen, step_s=0.1, base_stall_s=base_stall_s, record_stall_s=0.0)
+
+    steering.WINDOW = steps
+    steering.Steering._read = made_up  # type: ignore[method-assign]
 
 
 def _slow_down_copies() -> None:
@@ -270,6 +288,7 @@ class Stage:
     keeper: str = "inline"
     strategy: str = "snapshot"
     lives: int = 0
+    turn_every: int = 0  # with strategy="auto": steps between turns
 
     def play(
         self,
@@ -310,7 +329,7 @@ class Stage:
                     Life(
                         feature=self.feature, directory=self.directory, number=self.lives, rank=rank, world=world,
                         port=port, kill=kill, keeper=self.keeper, strategy=self.strategy, seed=seed,
-                        slow_copies=self.lives % 2 == 0,
+                        slow_copies=self.lives % 2 == 0, turn_every=self.turn_every,
                     ),
                 ),
             )

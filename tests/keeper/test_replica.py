@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep import run as door
-from everstep.capture import gradients
+from everstep.capture import gradients, steering
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.cli import app
 from everstep.events import Degraded, Drift, Persisted, Replayed, ReplicaMade, Started, read_events
@@ -109,6 +109,10 @@ def await_replica(run: everstep.Run, timeout_s: float = 40.0) -> None:
         time.sleep(0.02)
 
 
+def take_bases_every(steps: int) -> None:
+    steering.Steering.steps_per_base = steps  # type: ignore[method-assign,assignment]
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -146,7 +150,7 @@ def test_a_killed_trainer_goes_on_from_the_newest_step_without_replay(kind: str,
 
 def test_it_is_compared_with_every_true_base_and_is_the_same(directory: Path) -> None:
     def life() -> dict[str, Any]:
-        door._REBASE = 1
+        take_bases_every(4)
         return train(directory, lambda run: await_replica(run) if run.step in (3, 15) else None)
 
     must_finish(life)
@@ -165,7 +169,7 @@ def test_it_is_written_to_the_disk_while_the_trainer_takes_no_base(directory: Pa
             die()
 
     def life() -> dict[str, Any]:
-        door._REBASE = 1000
+        take_bases_every(1000)
         return train(directory, watch)
 
     assert live(life).killed
@@ -244,7 +248,7 @@ def test_where_arithmetic_differs_every_image_and_the_resumed_run_say_so(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def life(at_step: At = lambda run: None) -> dict[str, Any]:
-        door.Run._replica_of = lambda run: "cuda"  # type: ignore[method-assign]
+        door.followed = lambda subjects, emit: "cuda"
         return train(directory, at_step)
 
     def watch(run: everstep.Run) -> None:
@@ -266,8 +270,9 @@ def test_where_arithmetic_differs_drift_is_measured_and_does_not_spoil_the_steps
     """A fused kernel stands in for a device: the replica's plain form rounds otherwise."""
 
     def life(at_step: At = lambda run: None) -> dict[str, Any]:
-        door.Run._replica_of = lambda run: "cuda"  # type: ignore[method-assign]
-        door._REBASE, gradients._DIGEST_EVERY = 3, 2
+        door.followed = lambda subjects, emit: "cuda"
+        take_bases_every(12)
+        gradients._DIGEST_EVERY = 2
         return train(directory, at_step, "fused")
 
     def watch(run: everstep.Run) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lives import digest, forget_memory, run_directory
-from logged import END, Make, adamw, alive, damage, forge, own, past, sgd
+from logged import END, Make, adamw, alive, damage, forge, own, past, sgd, tidy
 from torch import nn
 
 import everstep
@@ -32,6 +32,7 @@ def digest_often() -> None:
 def run() -> Iterator[Path]:
     """After a reboot: bases of some steps, and records of all after the first."""
     with past(before=digest_often) as directory:
+        tidy(directory)
         yield directory
 
 
@@ -146,11 +147,12 @@ def test_another_gradient_with_right_checksums_is_found_by_repeating_only(copy: 
     assert archive.load(base)["step"] == base
 
 
-def test_another_gradient_is_found_by_the_next_base_too(copy: Path) -> None:
-    first, second = bases(copy)[:2]
-    forge(copy, first + 1)
-    (bad, *_) = [f for f in everstep.open(copy).verify(replay=True) if f.problem]
-    assert bad.step == second
+def test_another_gradient_is_found_by_the_next_base_too() -> None:
+    with past() as directory:  # so few steps that there is no digest among them
+        first, second = bases(directory)[:2]
+        forge(directory, first + 1)
+        (bad,) = [f for f in everstep.open(directory).verify(replay=True) if f.problem]
+        assert bad.step == second and f"is not what base {second} has" in bad.problem
 
 
 def test_an_optimizer_that_is_not_of_torch_needs_its_program_between_bases(tmp_path: Path) -> None:
@@ -183,8 +185,8 @@ def test_whoever_reads_what_a_device_trained_is_told_that_the_host_may_round_oth
 def test_a_base_that_the_newest_step_needs_is_not_removed(copy: Path) -> None:
     archive = everstep.open(copy)
     first, newest = bases(copy)[0], bases(copy)[-1]
-    for path in list(copy.glob("log-*"))[:]:
-        if int(path.name.removeprefix("log-")) + 1 < newest:
+    for path in list(copy.glob("log-*")):
+        if int(path.name.removeprefix("log-")) < newest:
             shutil.rmtree(path)  # so that nothing leads to the newest base
     with pytest.raises(BadConfig, match=f"{newest + 1} to {END} can only be restored from step {newest}"):
         archive.remove(newest)

@@ -19,6 +19,7 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Share, Subjects
 from everstep.capture.shape import Shape, group_alike
 from everstep.capture.sheet import Sheet, lay_out_sheet
+from everstep.capture.update import Call
 from everstep.image import FORMAT, ImageLayout
 from everstep.topology import Topology
 from everstep.types import Codec, ImageInfo, PackedBuffer
@@ -89,8 +90,8 @@ class Form:
     consumers: list[Consumer]
     fields: list[Field]
     buffers: dict[str, list[int]]  # of each packed buffer the parameters, by id
-    digest: list[Tensor]  # for every slot, where the digest of `shares` goes
-    shares: list[Share]
+    shape: Shape  # of the bases that these records follow,
+    digest: list[Tensor]  # and for every slot where the digest of such a state goes
     listing: Listing
     loose: list[Entry]  # state that no optimizer has and no cut copies: nobody should write it
 
@@ -101,6 +102,57 @@ class Form:
 
 
 ArenaFor = Callable[[ImageLayout, ArenaKind], Arena]
+
+
+@dataclass(slots=True)
+class _Content:
+    """What records of some shape are made of."""
+
+    gradients: list[Share]
+    calls: dict[tuple[int, str], Share]
+    packed: dict[tuple[str, str], Share]
+    small: list[Share]
+    large: list[Share]
+    digest: Share
+    covered: set[int]  # parameters whose gradients are packed, by id
+
+    @property
+    def record(self) -> list[Share]:
+        return [*self.gradients, *self.calls.values(), *self.packed.values(), *self.small, self.digest]
+
+
+def _content(
+    subjects: Subjects, shape: Shape, topology: Topology, packed: dict[str, tuple[list[Tensor], dict[str, Tensor]]],
+    written: set[str],
+) -> _Content:  # fmt: skip
+    owned = {id(p) for optimizer in subjects.optimizers for p in parameters_of(optimizer)}
+    covered = {id(p) for parameters, _ in packed.values() for p in parameters}
+    gradients = [
+        Share(_gradient_of(s.entry), s.first, s.rows)
+        for s in shape.shares
+        if id(s.entry.tensor) in owned - covered and s.entry.tensor.requires_grad
+    ]
+    arrays = {
+        (key, name): _part(f"{PACKED}{key}.{name}", value, topology)
+        for key, (_, fields) in packed.items()
+        for name, value in fields.items()
+    }
+    large = [s for s in shape.shares if s.entry.name.startswith(COMPRESSOR) or s.entry.name in written]
+    devices = [s.entry.tensor.device for s in (*gradients, *arrays.values())]
+    sums = torch.empty(2, dtype=torch.int64, device=devices[0] if devices else "cpu")
+    return _Content(
+        gradients=gradients,
+        calls={
+            (i, name): _whole(_private(f"{CALL}{i}.{name}", value))
+            for i in range(len(subjects.optimizers))
+            for name, value in _device_scalars(subjects, i).items()
+        },
+        packed=arrays,
+        small=[s for s in shape.shares if s.entry.at_cut and s not in large],
+        large=large,
+        digest=_whole(_private(DIGEST, sums)),
+        covered=covered,
+    )
 
 
 def make_form(
@@ -117,46 +169,25 @@ def make_form(
     owner = {id(p): i for i, optimizer in enumerate(subjects.optimizers) for p in parameters_of(optimizer)}
     names = subjects.names()
     packed = dict(compressor.packed) if compressor is not None else {}
-    covered = {id(p) for parameters, _ in packed.values() for p in parameters}
-    gradients = [
-        Share(_gradient_of(s.entry), s.first, s.rows)
-        for s in shape.shares
-        if id(s.entry.tensor) in owner and s.entry.tensor.requires_grad and id(s.entry.tensor) not in covered
-    ]
-    calls = {
-        (i, name): _whole(_private(f"{CALL}{i}.{name}", value))
-        for i in range(len(subjects.optimizers))
-        for name, value in _device_scalars(subjects, i).items()
-    }
-    parts = {
-        (key, name): _part(f"{PACKED}{key}.{name}", value, topology)
-        for key, (_, fields) in packed.items()
-        for name, value in fields.items()
-    }
-    loose = [e for e in shape.listing.entries if e.gate is None and not e.at_cut]
-    large = [s for s in shape.shares if s.entry.name.startswith(COMPRESSOR) or s.entry.name in written]
-    small = [s for s in shape.shares if s.entry.at_cut and s not in large]
-    devices = [s.entry.tensor.device for s in (*gradients, *parts.values())]
-    sums = torch.empty(2, dtype=torch.int64, device=devices[0] if devices else "cpu")
-    digest = _whole(_private(DIGEST, sums))
-    everything = [*gradients, *calls.values(), *parts.values(), *small, digest]
+    content = _content(subjects, shape, topology, packed, written)
     codec = None
     if compressor is not None and packed:
         codec = Codec(kind=type(compressor).__name__, buffers={k: _buffer(p, names) for k, (p, _) in packed.items()})
     info = ImageInfo(
         format=FORMAT, run=run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
-        codec=codec, has_values=bool(large), devices=tuple(sorted({device.type for device in devices})),
+        codec=codec, has_values=bool(content.large),
+        devices=tuple(sorted({p.device.type for optimizer in subjects.optimizers for p in parameters_of(optimizer)})),
     )  # fmt: skip
-    layout = lay_out_sheet(everything, info, shape.layout.extras_bytes)
-    record = Sheet.make(everything, layout, arena_for(layout, "log"))
+    layout = lay_out_sheet(content.record, info, shape.layout.extras_bytes)
+    record = Sheet.make(content.record, layout, arena_for(layout, "log"))
     heavy = None
-    if large:
-        layout = lay_out_sheet(large, info, 4096)
-        sheet = Sheet.make(large, layout, arena_for(layout, "values"))
-        heavy = (sheet, Values.on(sheet, large))
+    if content.large:
+        layout = lay_out_sheet(content.large, info, 4096)
+        sheet = Sheet.make(content.large, layout, arena_for(layout, "values"))
+        heavy = (sheet, Values.on(sheet, content.large))
 
     def consumer(index: int) -> Consumer:
-        lists = _by_kind([s for s in gradients if owner[id(s.entry.tensor)] == index])
+        lists = _by_kind([s for s in content.gradients if owner[id(s.entry.tensor)] == index])
         members = parameters_of(subjects.optimizers[index])
         found = [list(map(record.targets, one)) for one in lists]
         return Consumer(
@@ -166,26 +197,26 @@ def make_form(
             cuts=[{i: s for i, s in enumerate(one) if s.bytes != s.entry.tensor.nbytes} for one in lists],
             targets=[[[targets[slot] for targets in one] for one in found] for slot in range(len(record.flats))],
             members=list(map(id, members)),
-            packed=[p for p in members if id(p) in covered],
+            packed=[p for p in members if id(p) in content.covered],
             others=[p for p in members if not p.requires_grad],
             frozen=[names[id(p)] for p in members if not p.requires_grad],
-            scalars=[(name, record.targets(item)) for (i, name), item in calls.items() if i == index],
+            scalars=[(name, record.targets(item)) for (i, name), item in content.calls.items() if i == index],
         )
 
     return Form(
         record=record,
-        values=Values.on(record, small),
+        values=Values.on(record, content.small),
         heavy=heavy,
         consumers=[consumer(i) for i in range(len(subjects.optimizers))],
         fields=[
             Field(key, name, tuple(s.entry.tensor.shape), s.first, s.rows, record.targets(s))
-            for (key, name), s in parts.items()
+            for (key, name), s in content.packed.items()
         ],
         buffers={key: list(map(id, parameters)) for key, (parameters, _) in packed.items()},
-        digest=record.targets(digest),
-        shares=shape.shares,
+        digest=record.targets(content.digest),
+        shape=shape,
         listing=shape.listing,
-        loose=[e for e in loose if e.name not in written],
+        loose=[e for e in shape.listing.entries if e.gate is None and not e.at_cut and e.name not in written],
     )
 
 
@@ -248,3 +279,34 @@ def _by_kind(shares: Sequence[Share]) -> list[list[Share]]:
 
 def on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda
+
+
+def call_of(optimizer: Any, index: int) -> Call:
+    """The same as it is recorded, for the self-test."""
+    groups = [{k: as_it_is(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return Call(
+        optimizer=index, groups=groups, absent=frozenset(), scale=as_it_is(getattr(optimizer, "grad_scale", None)),
+        found_inf=as_it_is(getattr(optimizer, "found_inf", None)),
+    )  # fmt: skip
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    return list(map(id, parameters_of(optimizer)))
+
+
+def scalar_of(optimizer: Any, name: str) -> Tensor | None:
+    if name.startswith("group."):
+        _, group, key = name.split(".", 2)
+        value: Tensor = optimizer.param_groups[int(group)][key]
+        return value
+    found: Tensor | None = getattr(optimizer, {"scale": "grad_scale"}.get(name, name), None)
+    return found
+
+
+def fits(found: Entry, wanted: Entry) -> bool:
+    a, b = found.tensor, wanted.tensor
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+def as_it_is(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

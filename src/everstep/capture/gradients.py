@@ -16,7 +16,6 @@ only a base makes a new beginning. `whole_since` is the step that this base must
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,20 +23,19 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena, ArenaKind, choose_place
 from everstep.capture.compression import Compression
 from everstep.capture.copier import Copier
 from everstep.capture.digest import digest, state_digest
-from everstep.capture.form import Form, make_form, on_device, parameters_of
-from everstep.capture.layout import Entry, Subjects
+from everstep.capture.form import Form, as_it_is, call_of, fits, make_form, members_of, on_device, scalar_of
+from everstep.capture.layout import Subjects
 from everstep.capture.purity import Purity
 from everstep.capture.shape import Shape, pin
 from everstep.capture.sheet import Sheet
 from everstep.capture.tap import Tap
-from everstep.capture.update import Call
+from everstep.capture.update import flushes_denormals
 from everstep.config import Settings
 from everstep.events import ChainEnded, Degraded, RingMade, Sink
 from everstep.image import ImageLayout
@@ -46,7 +44,7 @@ from everstep.topology import Topology
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
 _LOOKS = 4  # records whose gradients are compared with their packed form, before signs are trusted
 _DIGEST_EVERY = 64  # steps; a digest costs a few passes over the state
-_HALF = 0.5
+_BEGINS = "records begin with a base, and with the step in which an optimizer is tried"
 _grad = attrgetter("grad")
 
 
@@ -76,7 +74,7 @@ class Recorder:
         self._newest = 1 if topology.world == 1 else 2  # steps whose values are never overwritten
         self._slot: int | None = None  # that the present step is recorded into
         self._calls: dict[int, dict[str, Any]] = {}
-        self._gap = "records begin with the first base"  # why the present step cannot be recorded
+        self._gap = _BEGINS  # why the present step cannot be recorded
         self._told = self._gap
         self._compression = compression
         self._is_packed = compression is not None  # whether the packed form is what optimizers see
@@ -85,6 +83,8 @@ class Recorder:
         self._looked = 0  # records whose gradients were compared with their packed form
         self.whole_since = resumed_from if resumed_from is not None else -1
         self.recorded_step: int | None = resumed_from
+        self.stall_s = self.copy_s = 0.0  # that all records have cost the loop; that the newest took to leave a device
+        self.update_s = self._update_s = self._began = 0.0  # that optimizers took in a step; of a device the launching
         for ring in left:
             ring.unseal_after(resumed_from)
         self._tap = Tap(subjects, copier, emit) if compression is None else None
@@ -100,6 +100,11 @@ class Recorder:
         ]
 
     @property
+    def impure(self) -> str:
+        """Why no step of these optimizers can be repeated, if so."""
+        return self._impure
+
+    @property
     def record_bytes(self) -> int:
         return self._form.record.layout.total_bytes if self._form is not None else 0
 
@@ -108,24 +113,30 @@ class Recorder:
     def _before_step(self, index: int, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = self._form
         if form is not None and not self._gap:
+            began = time.perf_counter()
             self._gap = self._obstacle(index, form, args, kwargs)
             if not self._gap:
                 self._take_gradients(index, form)
+            self.stall_s += time.perf_counter() - began
         if self._purity is not None:
-            self._purity.before(index, _call(self._subjects.optimizers[index], index))
+            self._purity.before(index, call_of(self._subjects.optimizers[index], index))
+        self._began = time.perf_counter()
 
     def _after_step(self, index: int, *_: object) -> None:
+        self._update_s += time.perf_counter() - self._began
         if self._purity is not None:
             self._purity.after(index)
 
     def _obstacle(self, index: int, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this update cannot be recorded, if so."""
+        if self._purity is not None and not self._purity.tries_next(index):
+            return _BEGINS
         if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
             return "the optimizer is given a closure, so its gradients are made inside step()"
         if index in self._calls:
             return "an optimizer stepped twice in one step"
         consumer = form.consumers[index]
-        if _members(self._subjects.optimizers[index]) != consumer.members:
+        if members_of(self._subjects.optimizers[index]) != consumer.members:
             self._give_up_form()
             return "the optimizer has other parameters than before"
         if any(g is not None for g in map(_grad, consumer.others)):
@@ -199,13 +210,13 @@ class Recorder:
             "optimizer": index,
             "absent": absent + consumer.frozen,
             "groups": [
-                {k: _now(v) for k, v in group.items() if k != "params" and not on_device(v)}
+                {k: as_it_is(v) for k, v in group.items() if k != "params" and not on_device(v)}
                 for group in optimizer.param_groups
             ],
             "scaled": getattr(optimizer, "grad_scale", None) is not None,
         }
         for name, targets in consumer.scalars:
-            value = _scalar(optimizer, name)
+            value = scalar_of(optimizer, name)
             if value is not None:
                 targets[self._slot].copy_(value)
 
@@ -213,7 +224,15 @@ class Recorder:
 
     def cut(self, step: int, tree: dict[str, Any]) -> bool:
         """Complete the record of the step that has just been done; False if there is none."""
+        began = time.perf_counter()
+        try:
+            return self._cut(step, tree)
+        finally:
+            self.stall_s += time.perf_counter() - began
+
+    def _cut(self, step: int, tree: dict[str, Any]) -> bool:
         self._copier.raise_failure()
+        self.update_s, self._update_s = self._update_s, 0.0
         calls, self._calls = list(self._calls.values()), {}
         if self._purity is not None:
             self._look_at_purity()
@@ -222,7 +241,7 @@ class Recorder:
         if form is None or slot is None or gap or not calls:
             return self._miss(step, gap or "no optimizer was seen to step")
         digested = step % _DIGEST_EVERY == 0
-        how = {"threads": torch.get_num_threads(), "flushes": _flushes_denormals()}
+        how = {"threads": torch.get_num_threads(), "flushes": flushes_denormals()}
         payload = trees.encode({**tree, "calls": calls, "digested": digested, **how}, "state")
         obstacle = self._obstacle_at_cut(form, len(payload))
         if obstacle:
@@ -230,7 +249,7 @@ class Recorder:
             return self._miss(step, obstacle)
         form.values.take(slot)
         if digested:
-            for target, total in zip(form.digest[slot], state_digest(form.shares), strict=True):
+            for target, total in zip(form.digest[slot], state_digest(form.shape.shares), strict=True):
                 target.copy_(total)
         self._slot, cut_time = None, time.time()
         form.record.arena.set_live(step, cut_time)
@@ -291,7 +310,7 @@ class Recorder:
         listing = self._subjects.listing()
         fresh = {entry.name: entry for entry in listing.entries}
         now, then = ({e.name: e for e in one.entries if e.at_cut} for one in (listing, form.listing))
-        if now.keys() != then.keys() or any(not _fits(now[name], then[name]) for name in then):
+        if now.keys() != then.keys() or any(not fits(now[name], then[name]) for name in then):
             return False
         form.listing = listing
         form.values.rebind(fresh)
@@ -318,12 +337,13 @@ class Recorder:
         cut_time: float,
         payload: bytes,
     ) -> None:
+        copy_s = 0.0
         if form.heavy is not None and large is not None:
-            form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
+            copy_s = form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
             self._seal(form.heavy[0], large, step, cut_time)
-        form.record.drain(slot, early, payload, self._copier)
+        copy_s += form.record.drain(slot, early, payload, self._copier)
         self._seal(form.record, slot, step, cut_time)
-        self.recorded_step = step
+        self.recorded_step, self.copy_s = step, copy_s
 
     def _seal(self, sheet: Sheet, slot: int, step: int, cut_time: float) -> None:
         if self._settings.mode == "direct":
@@ -339,6 +359,8 @@ class Recorder:
 
         Returns the arenas that an earlier life left and that nobody needs once a base is sealed.
         """
+        if self._form is not None and self._form.shape is not shape:
+            self._give_up_form()  # bases of another shape cannot be followed by these records
         if self._form is None and (self._compression is None or self._compression.compressor.packed):
             compressor = self._compression.compressor if self._compression is not None and self._is_packed else None
             form = self._form = make_form(
@@ -391,45 +413,11 @@ class Recorder:
         self._attach(arena)
         return arena
 
-    def close(self) -> None:
+    def close(self) -> list[Arena]:
+        """Returns the rings, which somebody needs until a base is safe."""
         self._copier.wait()
         for handle in self._handles:
             handle.remove()
-        if self._form is not None:
-            self._form.close()
-
-
-def _call(optimizer: Any, index: int) -> Call:
-    """The same as it is recorded, for the self-test."""
-    groups = [{k: _now(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return Call(
-        optimizer=index, groups=groups, absent=frozenset(), scale=_now(getattr(optimizer, "grad_scale", None)),
-        found_inf=_now(getattr(optimizer, "found_inf", None)),
-    )  # fmt: skip
-
-
-def _flushes_denormals() -> bool:
-    """Whether this thread computes as torch.set_flush_denormal(True) makes it; torch does not tell."""
-    return sys.float_info.min * _HALF == 0.0
-
-
-def _members(optimizer: torch.optim.Optimizer) -> list[int]:
-    return list(map(id, parameters_of(optimizer)))
-
-
-def _scalar(optimizer: Any, name: str) -> Tensor | None:
-    if name.startswith("group."):
-        _, group, key = name.split(".", 2)
-        value: Tensor = optimizer.param_groups[int(group)][key]
-        return value
-    found: Tensor | None = getattr(optimizer, {"scale": "grad_scale"}.get(name, name), None)
-    return found
-
-
-def _fits(found: Entry, wanted: Entry) -> bool:
-    a, b = found.tensor, wanted.tensor
-    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-
-
-def _now(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+        self._give_up_form()
+        left, self._left = self._left, []
+        return left

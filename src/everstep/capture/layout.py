@@ -172,24 +172,12 @@ class Subjects:
 
         common: dict[int, bool] = {}
         for prefix, model in self.named_modules():
-            replicated = is_replicated(model)
-            for path, module in model.named_modules(remove_duplicate=False):
-                for key, parameter in module._parameters.items():
-                    if parameter is not None:
-                        common[id(parameter)] = common.get(id(parameter), False) or replicated
-                        name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
-                        how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
-                        add(name, parameter, module._parameters, key, **how)
-                at_cut.grows(module._buffers)
-                for key, buffer in module._buffers.items():
-                    if buffer is None:
-                        at_cut.plain(module._buffers, key)
-                    else:
-                        kind = "" if key not in module._non_persistent_buffers_set else "volatile."
-                        name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
-                        add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
+            _list_module(prefix, model, gate, common, add, watch, at_cut)
         for i, (prefix, optimizer) in enumerate(_numbered("optimizer", self.optimizers)):
             watch.grows(optimizer.state)
+            watch.grows(optimizer.param_groups)
+            for group in optimizer.param_groups:
+                watch.grows(group["params"])
             for name, parameter in _list_groups(prefix, optimizer, names, add):
                 same = common.get(id(parameter), False)
                 if id(parameter) not in common:
@@ -221,6 +209,35 @@ class Subjects:
                 entries[id(tensor)] = Entry(name=full, tensor=tensor, gate=None, at_cut=True, common=False, family=full)
         _check_unique(entries.values())
         return Listing(list(entries.values()), aliases, tuple(on_host), watch.unchanged, at_cut.unchanged)
+
+
+def _list_module(
+    prefix: str,
+    model: nn.Module,
+    gate: dict[int, int],
+    common: dict[int, bool],
+    add: Callable[..., None],
+    watch: _Watch,
+    at_cut: _Watch,
+) -> None:
+    replicated = is_replicated(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        watch.grows(module._modules)
+        watch.grows(module._parameters)
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                common[id(parameter)] = common.get(id(parameter), False) or replicated
+                name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
+                how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
+                add(name, parameter, module._parameters, key, **how)
+        at_cut.grows(module._buffers)
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                at_cut.plain(module._buffers, key)
+            else:
+                kind = "" if key not in module._non_persistent_buffers_set else "volatile."
+                name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
+                add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
 
 
 def _list_groups(

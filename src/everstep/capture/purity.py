@@ -67,6 +67,10 @@ class Purity:
         self._seen: set[int] = set()  # compared at a cut
         self._reason = next(filter(None, map(why_not, self._optimizers)), "")
 
+    def tries_next(self, index: int) -> bool:
+        """Whether the next step of an optimizer is the one that is tried, or one after it."""
+        return self._calls[index] >= _TRIED_STEP - 1
+
     def before(self, index: int, call: Call) -> None:
         """To be called when step() is about to begin."""
         self._calls[index] += 1

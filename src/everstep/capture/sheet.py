@@ -8,6 +8,7 @@ the next image once the one before has left it: `await_drain`.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,12 +120,13 @@ class Sheet:
                         flat[at:until].copy_(run.memory[at - run.begin : until - run.begin], non_blocking=True)
                         lane.end()
 
-    def drain(self, slot: int, early: list[tuple[int, int]], payload: bytes, copier: Copier) -> None:
-        """The copier thread: everything into the slot that has not left early."""
+    def drain(self, slot: int, early: list[tuple[int, int]], payload: bytes, copier: Copier) -> float:
+        """The copier thread: everything into the slot that has not left early. Returns the seconds that it took."""
         flat = self.flats[slot]
         try:
             for lane in self.lanes.values():
                 lane.cut.synchronize()
+            began = time.perf_counter()
             for device, runs in self.runs.items():
                 self._leave(device, slot, _without([(run.begin, run.end) for run in runs], early))
                 self.drained[device].record(self.lanes[device].stream)
@@ -137,6 +139,7 @@ class Sheet:
         flat[begin : begin + len(room)] = torch.frombuffer(bytearray(room), dtype=torch.uint8)
         for lane in self.lanes.values():
             lane.drain()
+        return time.perf_counter() - began
 
     def close(self) -> None:
         if self.lanes:

@@ -85,6 +85,7 @@ class Capture:
         self.sealed_step: int | None = resumed_base  # or made by an earlier life
         self.pending_step: int | None = None  # cut, and neither sealed nor skipped yet
         self.stall_s = 0.0
+        self.copy_s = 0.0  # of the newest base, from cut to seal
         self._handles = [
             handle
             for i, optimizer in enumerate(subjects.optimizers)
@@ -167,8 +168,11 @@ class Capture:
         return max(-1 if step is None else step for step in (self.sealed_step, self.pending_step))
 
     def leave_behind(self, arenas: list[Arena]) -> None:
-        """Keep these too until the first base of this life is safe."""
-        self._left += arenas
+        """Keep these too until bases that every rank has made since are safe."""
+        if arenas:
+            self._copier.wait()
+            self._left += arenas
+            self._seals = 0
 
     def wait_sealed(self) -> None:
         self._copier.wait()
@@ -310,6 +314,7 @@ class Capture:
             return
         for lane in shape.lanes.values():
             lane.cut.synchronize()
+        began = time.perf_counter()
         with self._lock:
             slot = shape.arena.free_slot(self._protected, self._leased)
             if slot is not None:
@@ -326,7 +331,7 @@ class Capture:
         shape.arena.seal(slot, step=job.step, cut_time=job.cut_time, generation=self._generation)
         if self._settings.mode == "direct":
             shape.arena.flush(slot)
-        self.sealed_step = job.step
+        self.sealed_step, self.copy_s = job.step, time.perf_counter() - began
         self._seals += 1
         if self._seals >= (1 if self._topology.world == 1 else _SEALS_AHEAD):
             self.let_go()

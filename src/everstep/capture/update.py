@@ -8,6 +8,7 @@ and the gradients of the real one. `why_not` and `is_elementwise` say for which 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from everstep.errors import EverstepError
 from everstep.types import OptimizerInfo
 
+_HALF = 0.5
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.NAdam,
     optim.RAdam, optim.Adamax, optim.ASGD,
@@ -48,7 +50,7 @@ class Consumed:
     digest: tuple[int, int] | None = None  # of the state after it: common over all ranks, private of this one
 
 
-def call_of(saved: Mapping[str, Any], scalars: Mapping[str, Tensor], absent: Iterable[str]) -> Call:
+def recorded_call(saved: Mapping[str, Any], scalars: Mapping[str, Tensor], absent: Iterable[str]) -> Call:
     """A call as its record has it. `scalars`: what lay on a device."""
     groups = [dict(group) for group in saved["groups"]]
     for name, value in scalars.items():
@@ -120,6 +122,11 @@ def why_no_replica(optimizer: optim.Optimizer) -> str:
             if parameter.device.type == "cpu" and not is_sliceable(optimizer, group, rows):
                 return f"{name}, as it is set, gives rows of {parameter.dtype} other bits than the whole parameter"
     return ""
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread computes as torch.set_flush_denormal(True) makes it; torch does not tell."""
+    return sys.float_info.min * _HALF == 0.0
 
 
 def kinds_of_device(optimizers: Iterable[optim.Optimizer]) -> list[str]:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from everstep.capture.arena import MEMFD, Arena, ArenaKind
 from everstep.config import KeeperKind
 from everstep.errors import EverstepError, KeeperLost
@@ -25,6 +27,7 @@ from everstep.keeper.protocol import (
     Attach,
     Bye,
     Channel,
+    Detach,
     Durable,
     Hello,
     Inherit,
@@ -66,6 +69,7 @@ class KeeperClient:
         self._closing = False
         self._inline: threading.Thread | None = None
         self.durable_step = self.durable_base = -1
+        self.base_write_s = self.record_write_s = -1.0  # what the last ones took
         self.trouble = ""
         self.leased: tuple[int, ...] = ()
         self.replica: Replicated | None = None
@@ -134,6 +138,10 @@ class KeeperClient:
         self._arenas[arena.kind] = arena
         self._send(Attach(place=arena.place), arena.descriptors)
 
+    def detach_rings(self) -> None:
+        self._arenas = {kind: arena for kind, arena in self._arenas.items() if kind == "base"}
+        self._send(Detach())
+
     def persist(self, step: int, *, as_base: bool) -> None:
         self._send(Persist(step=step, as_base=as_base))
 
@@ -159,7 +167,12 @@ class KeeperClient:
             raise EverstepError(f"step {step} is not durable: {self.trouble}")
         return True
 
-    def _send(self, message: Attach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
+    def replica_status(self, step: int) -> dict[str, object] | None:
+        """Where the replica stands when the run is at a step."""
+        known = self.replica
+        return {**msgspec.structs.asdict(known), "behind": step - known.step} if known is not None else None
+
+    def _send(self, message: Attach | Detach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
         try:
             if self._channel is not None:
                 self._channel.send(message, descriptors)
@@ -191,7 +204,8 @@ class KeeperClient:
                 answers.release(slot)
             case StopAt(step=step) if answers:
                 answers.stop_at(step)
-            case Durable(step=step, base=base):
+            case Durable(step=step, base=base, base_write_s=base_write_s, record_write_s=record_write_s):
+                self.base_write_s, self.record_write_s = base_write_s, record_write_s
                 with self._state:
                     self.durable_step = max(self.durable_step, step)
                     self.durable_base = max(self.durable_base, base)

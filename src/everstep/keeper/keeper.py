@@ -23,12 +23,14 @@ from everstep.errors import Damaged, KeeperLost
 from everstep.events import Degraded, Persisted, Rejected, Retired, Scavenged, Sink
 from everstep.keeper import flush
 from everstep.keeper.logbook import Logbook
+from everstep.keeper.pace import Pace
 from everstep.keeper.protocol import (
     AnyMessage,
     AskReplica,
     Attach,
     Bye,
     Channel,
+    Detach,
     Durable,
     Hello,
     Inherit,
@@ -41,7 +43,7 @@ from everstep.keeper.protocol import (
     Welcome,
 )
 from everstep.keeper.replica import Replicas
-from everstep.keeper.session import Leases, Session, cadence, check_newest, give_up, newest_common, newest_replica
+from everstep.keeper.session import Leases, Session, cadence, check_all, give_up, newest_common, newest_replica
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 
@@ -68,11 +70,11 @@ class Keeper:
         self._wanted_base = -1  # or for its base
         self._logbook = Logbook(self.tier, emit)
         self._replicas = Replicas(directory, emit, self._sessions, self._selector)
+        self._pace = Pace(self._logbook, emit)
         self._writing_log = threading.Lock()
         self._durable_base = max(committed_steps(self.tier), default=-1)
         self._wrote = -1  # the newest base that this keeper made durable itself
-        self._last_flush_at = 0.0
-        self._last_flush_took = 0.0
+        self._last_flush_at, self._last_flush_took = 0.0, -1.0  # -1: there was none
         self._retry_at, self._failures, self._log_failures = 0.0, 0, 0
         self._idle_since = time.monotonic()
         self._ending = threading.Event()
@@ -102,6 +104,7 @@ class Keeper:
         while not self._may_end():
             for key, _ in self._selector.select(_TICK_S):
                 key.data(key.fileobj)
+            self._let_go_rings()
         self._ending.set()
         self._log_asked.set()
         for thread in self._threads:
@@ -152,6 +155,8 @@ class Keeper:
                             session.outgrown.append(session.arena)
                         session.arena = arena
                 self._replicas.show(arena)
+            case Detach() if session is not None:
+                session.ring_is_spent = True
             case LeaseAnswer():
                 self._leases.answers.put(message)
             case Persist():
@@ -180,21 +185,21 @@ class Keeper:
                 channel.send(Trouble(reason=f"the keeper does not understand {type(message).__name__} now"))
 
     def _durable(self) -> Durable:
-        return Durable(step=self.durable_step, base=self._durable_base)
+        return Durable(
+            step=self.durable_step, base=self._durable_base, base_write_s=self._last_flush_took,
+            record_write_s=self._pace.flush_s,
+        )  # fmt: skip
 
-    def _take_in(self, session: Session, ring: Arena) -> None:
-        """A ring follows another: what is left in that one goes to the disk first."""
-        if ring.kind == "values":
-            with self._writing_log:
-                session.values = ring
-            return
+    def _take_in(self, session: Session, ring: Arena | None) -> None:
         with self._writing_log:
-            before, session.ring = session.ring, ring
-            if before is not None:
-                try:
-                    self._logbook.take(before)
-                finally:
-                    before.close()
+            session.take_in(ring, self._logbook)
+
+    def _let_go_rings(self) -> None:
+        """A ring that nothing is recorded into any more is needed until all ranks have a base that is as new."""
+        for session in [s for s in self._sessions.values() if s.ring_is_spent]:
+            newest = newest_common(self._ready(), self._wanted)
+            if session.ring is not None and newest is not None and newest >= session.ring.live().step:
+                self._take_in(session, None)
 
     def _welcome(self, channel: Channel, hello: Hello) -> None:
         with self._lock:
@@ -206,6 +211,7 @@ class Keeper:
                 self._lose(earlier)
                 session.arena, session.leased, session.outgrown = earlier.arena, earlier.leased, earlier.outgrown
                 session.ring, session.values, session.replica = earlier.ring, earlier.values, earlier.replica
+                session.ring_is_spent = earlier.ring_is_spent
             with self._writing_log:
                 self._logbook.open(hello)
             self._sessions[hello.rank] = session
@@ -248,7 +254,8 @@ class Keeper:
             self._asked.clear()
             step = None
             try:
-                self._let_go_outgrown()
+                for session in list(self._sessions.values()):
+                    session.let_go_outgrown(self._lock)
                 step = self._due()
                 if step is not None:
                     self._flush(step)
@@ -258,18 +265,6 @@ class Keeper:
                 self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self._failures)
                 self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error)))
                 self._tell_all(Trouble(reason=str(error)))
-
-    def _let_go_outgrown(self) -> None:
-        """An arena that its state outgrew is needed until its successor has a seal, and again if there never is one."""
-        for session in list(self._sessions.values()):
-            if not session.outgrown or session.arena is None:
-                continue
-            if session.arena.seals():
-                while session.outgrown:
-                    session.outgrown.pop().close()
-            elif not session.alive:
-                with self._lock:
-                    session.arena = session.outgrown.pop()
 
     def _ready(self) -> list[Session]:
         """The local ranks with arenas, if all of this node's are here."""
@@ -374,7 +369,7 @@ class Keeper:
         for session in sessions:
             with self._writing_log:
                 if session.ring is not None:
-                    self._logbook.take(session.ring, is_urgent=is_urgent)
+                    self._pace.take(session.ring, session.hello, is_urgent=is_urgent or session.ring_is_spent)
         with self._writing_log:
             found = [session.values for session in sessions if session.values is not None]
             self._logbook.save_values(found, torch_version=sessions[0].hello.torch if sessions else "")
@@ -394,17 +389,10 @@ class Keeper:
         """Give the newest sealed slots their checksums, at leisure; at once when their trainer is gone."""
         rest = _TICK_S
         while not self._ending.wait(rest):
-            began = time.monotonic()
-            alive = False
-            for session in self._ready():
-                alive = alive or session.alive
-                for arena in session.at_rest():
-                    try:
-                        check_newest(arena, self._ending.is_set)
-                    except ValueError:
-                        continue  # it was closed in this moment: its successor has a seal
+            began, sessions = time.monotonic(), self._ready()
+            check_all(sessions, self._ending.is_set)
             busy = time.monotonic() - began
-            rest = max(_TICK_S, busy / _CHECK_SHARE if alive else 0.0)
+            rest = max(_TICK_S, busy / _CHECK_SHARE if any(s.alive for s in sessions) else 0.0)
 
     # -- ending
 

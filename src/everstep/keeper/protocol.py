@@ -44,6 +44,8 @@ class Hello(Message, frozen=True, kw_only=True):
     every_steps: int | None
     every_s: float | None
     every_capture: bool
+    lose_steps: int | None  # how many records may be unwritten,
+    lose_s: float | None  # or for how long
     keep_last: int
     keep_every: int | None
     linger_s: float
@@ -55,6 +57,10 @@ class Attach(Message, frozen=True, kw_only=True):
     """An arena, as descriptors: the control page, then the slots."""
 
     place: str
+
+
+class Detach(Message, frozen=True, kw_only=True):
+    """There are no more records; the rings are needed until bases have taken their place."""
 
 
 class LeaseAnswer(Message, frozen=True, kw_only=True):
@@ -107,6 +113,8 @@ class Release(Message, frozen=True, kw_only=True):
 class Durable(Message, frozen=True, kw_only=True):
     step: int
     base: int  # the newest base on the disk; records lead from there to `step`
+    base_write_s: float = -1.0  # what the last base and the last records took; -1: there were none
+    record_write_s: float = -1.0
 
 
 class Trouble(Message, frozen=True, kw_only=True):
@@ -143,8 +151,8 @@ class Inherited(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    Hello | Attach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release | Durable | Trouble
-    | Inherited | AskReplica | Replicated | Hold | Held
+    Hello | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release | Durable
+    | Trouble | Inherited | AskReplica | Replicated | Hold | Held
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from everstep.capture.digest import MODULUS, digest, number
 from everstep.capture.extras import decode, encode
 from everstep.capture.form import CALL, DIGEST, GRADIENT
 from everstep.capture.layout import TORCH_DTYPES
-from everstep.capture.update import Call, Double, Member, call_of, rebuild
+from everstep.capture.update import Call, Double, Member, rebuild, recorded_call
 from everstep.image import ImageLayout, Wanted, extras_of, lay_out
 from everstep.types import ImageInfo, OptimizerInfo, Piece
 
@@ -152,7 +152,7 @@ class Image:
         torch.set_flush_denormal(tree["flushes"])
         for saved in tree["calls"]:
             scalars = record.view.named(f"{CALL}{saved['optimizer']}.")
-            self._call(call_of(saved, scalars, saved["absent"]), record.view)
+            self._call(recorded_call(saved, scalars, saved["absent"]), record.view)
         for name in record.view.pieces:
             if not name.startswith((GRADIENT, CALL, DIGEST)):
                 if name not in self.view.pieces:

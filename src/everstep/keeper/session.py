@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from everstep.capture.arena import MEMFD, Arena
 from everstep.config import Every
 from everstep.errors import KeeperLost
 from everstep.image import CHUNK_BYTES
+from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer, find_runtime_folder, leave
 
 _LEASE_TIMEOUT_S = 5.0
@@ -34,6 +36,7 @@ class Session:
     ring: Arena | None = None
     replica: Arena | None = None
     values: Arena | None = None
+    ring_is_spent: bool = False  # nothing is recorded any more
     outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
     leased: set[int] = field(default_factory=set)
 
@@ -51,6 +54,33 @@ class Session:
                 self.channel.send(message)
             except KeeperLost:
                 self.alive = False
+
+    def take_in(self, ring: Arena | None, logbook: Logbook) -> None:
+        """A ring follows another, or none: what is left in that one goes to the disk first."""
+        if ring is not None and ring.kind == "values":
+            self.values = ring
+            return
+        before, self.ring, self.ring_is_spent = self.ring, ring, False
+        try:
+            if before is not None:
+                logbook.take(before)
+        finally:
+            if before is not None:
+                before.close()
+            if ring is None and self.values is not None:
+                self.values.close()
+                self.values = None
+
+    def let_go_outgrown(self, lock: threading.Lock) -> None:
+        """An arena that its state outgrew is needed until its successor has a seal, and again if there never is one."""
+        if not self.outgrown or self.arena is None:
+            return
+        if self.arena.seals():
+            while self.outgrown:
+                self.outgrown.pop().close()
+        elif not self.alive:
+            with lock:
+                self.arena = self.outgrown.pop()
 
 
 def newest_common(sessions: list[Session], wanted: int) -> int | None:
@@ -132,6 +162,14 @@ def give_up(arena: Arena) -> None:
     folder = Path(arena.place).parent
     if arena.place != MEMFD and folder != find_runtime_folder(arena.run):
         leave(folder)
+
+
+def check_all(sessions: list[Session], stop: Callable[[], bool]) -> None:
+    for arena in (arena for session in sessions for arena in session.at_rest()):
+        try:
+            check_newest(arena, stop)
+        except ValueError:
+            continue  # it was closed in this moment: its successor has a seal
 
 
 def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:

@@ -44,6 +44,19 @@ def check_part(sources: Sources, holding: Holding) -> Finding:
     )  # fmt: skip
 
 
+def check_values(sources: Sources, holding: Holding) -> Finding:
+    """What stood beside the gradients of a step, where records have it apart."""
+    problem = ""
+    try:
+        sources.values(holding, copy=holding.source == "memory")
+    except (EverstepError, OSError) as error:
+        problem = str(error)
+    return Finding(
+        step=holding.step, source=holding.source, rank=holding.rank, bytes=holding.bytes, problem=problem,
+        checked=holding.checked, note="values beside the records",
+    )  # fmt: skip
+
+
 def check_rejections(sources: Sources, survey: Survey) -> list[Finding]:
     """What the survey could not use, but for the log, of which `check_log` says more."""
     known = set()
@@ -92,7 +105,7 @@ def check_log(sources: Sources, start: int, rank: int, limit: int | None = None)
 
 def check_rings(sources: Sources) -> Iterator[Finding]:
     """Records in memory carry no checksums; their headers are looked at."""
-    for ring in sources.rings:
+    for ring in (ring for ring in sources.rings if ring.kind == "log"):
         seals = ring.seals()
         for slot, seal in seals.items():
             data = ring.image(slot)
@@ -132,13 +145,15 @@ def _chains(sources: Sources, survey: Survey, step: int | None) -> list[Plan]:
     whole = reaches(survey, {sources.node})
     bases = sorted({parts[0].step for parts, _ in whole})
     found = []
-    for parts, last in whole:
+    for parts, steps in whole:
         base = parts[0].step
-        end = min([last, *(b for b in bases if b > base)][:2]) if step is None else step
-        if base < end <= last and (step is None or not any(base < b < end for b in bases)):
+        end = min([steps[-1], *(b for b in bases if b > base)][:2]) if step is None else step
+        if base < end <= steps[-1] and (step is None or not any(base < b < end for b in bases)):
             limited = up_to(survey, end)
             held = tuple(h for h in limited.holdings if h.step == base)
-            found.append(make_plan(Survey(holdings=held, records=limited.records), {sources.node}))
+            found.append(
+                make_plan(Survey(holdings=held, records=limited.records, values=limited.values), {sources.node})
+            )
     return [plan for plan in found if plan.records]
 
 

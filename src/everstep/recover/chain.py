@@ -18,7 +18,7 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.extras import decode
 from everstep.capture.form import CALL, DIGEST, GRADIENT, PACKED
 from everstep.capture.layout import TORCH_DTYPES
-from everstep.capture.update import Consumed, call_of
+from everstep.capture.update import Consumed, recorded_call
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.survey import RecordImage, Sources
@@ -163,7 +163,7 @@ def _consumed(step: int, images: dict[int, RecordImage], map: _Map, rank: int) -
         absent = {
             name for tree in trees.values() for c in tree["calls"] if c["optimizer"] == index for name in c["absent"]
         }
-        calls.append(call_of(call, images[own].named(f"{CALL}{index}."), absent))
+        calls.append(recorded_call(call, images[own].named(f"{CALL}{index}."), absent))
     return Consumed(step=step, calls=calls, gradient=gradient, digest=_digest(images, trees, own))
 
 

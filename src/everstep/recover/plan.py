@@ -62,11 +62,11 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     )  # fmt: skip
 
 
-def reaches(survey: Survey, nodes: Collection[str]) -> list[tuple[tuple[Holding, ...], int]]:
-    """Every base that is whole, oldest first, and the last step that records lead to from there."""
+def reaches(survey: Survey, nodes: Collection[str]) -> list[tuple[tuple[Holding, ...], list[int]]]:
+    """Every base that is whole, oldest first, and the steps that can be had from there: its own, and by records."""
     log = _Log(survey, nodes)
     bases = [_parts(held, world, nodes)[0] for (_, _, world), held in sorted(_by_base(survey).items())]
-    return [(parts, log.reach(parts[0].step)) for parts in bases if parts]
+    return [(parts, log.steps(parts[0].step)) for parts in bases if parts]
 
 
 def _by_base(survey: Survey) -> dict[tuple[int, str, int], list[Holding]]:
@@ -108,11 +108,15 @@ class _Log:
 
     def reach(self, base: int) -> int:
         """How far records lead from a base: to the newest step that also has its values, if it needs them."""
-        step = good = base
+        return self.steps(base)[-1]
+
+    def steps(self, base: int) -> list[int]:
+        """A base's step, and those that records lead to from it."""
+        step, good = base, [base]
         while self._missing(step + 1) is None:
             step += 1
             if not any(one.has_values for one in self._of[step].values()) or self.values(step):
-                good = step
+                good.append(step)
         return good
 
     def values(self, step: int) -> tuple[Holding, ...]:

@@ -37,7 +37,7 @@ class Kept:
 def kept_steps(survey: Survey) -> list[Kept]:
     """Every step that a base and whole records lead to, oldest first."""
     nodes = {holding.node for holding in survey.holdings}
-    ways = {step: parts for parts, last in reaches(survey, nodes) for step in range(parts[0].step, last + 1)}
+    ways = {step: parts for parts, steps in reaches(survey, nodes) for step in steps}
     enough = {source: restorable(only(survey, source)) for source in ("memory", "disk")}
     sizes: dict[int, dict[int, int]] = {}
     times: dict[int, float] = {}
@@ -63,7 +63,7 @@ def kept_steps(survey: Survey) -> list[Kept]:
 
 def restorable(survey: Survey) -> set[int]:
     nodes = {holding.node for holding in survey.holdings}
-    return {step for parts, last in reaches(survey, nodes) for step in range(parts[0].step, last + 1)}
+    return {step for parts, steps in reaches(survey, nodes) for step in steps}
 
 
 def only(survey: Survey, *sources: str) -> Survey:
@@ -71,6 +71,7 @@ def only(survey: Survey, *sources: str) -> Survey:
     return Survey(
         holdings=tuple(h for h in survey.holdings if h.source in sources),
         records=tuple(r for r in survey.records if r.source in sources),
+        values=tuple(v for v in survey.values if v.source in sources),
         rejections=tuple(r for r in survey.rejections if r.source in sources),
     )
 
@@ -81,7 +82,11 @@ def take_away(survey: Survey, lost: Collection[str]) -> Survey:
     gone = [one for one in gone if one.source in lost or one.node in lost]
     for holding in (one for one in gone if isinstance(one, Holding)):
         survey = without(survey, holding, f"{holding.source} is taken to be lost")
-    return msgspec.structs.replace(survey, records=tuple(r for r in survey.records if r not in gone))
+    return msgspec.structs.replace(
+        survey,
+        records=tuple(r for r in survey.records if r not in gone),
+        values=tuple(v for v in survey.values if v.source not in lost and v.node not in lost),
+    )
 
 
 def newest_in(survey: Survey, source: Source) -> int | None:

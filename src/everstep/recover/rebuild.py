@@ -18,7 +18,7 @@ from everstep.recover.replay import replay, subjects_of
 from everstep.topology import Topology
 from everstep.types import Piece
 
-_OF_RECORDS = ("calls", "digested", "threads", "codec")  # what a record's extras have and a base's have not
+_OF_RECORDS = ("calls", "digested", "threads")  # what a record's extras have and a base's have not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

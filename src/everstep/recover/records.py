@@ -39,7 +39,6 @@ class _Said(msgspec.Struct):
 
     calls: list[_Call]
     digested: bool
-    codec: str = "dense"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +72,7 @@ def entries(sources: Sources, step: int | None) -> Iterator[Entry | str]:
             continue
         if log.problem and (step is None or log.last < step):
             yield log.problem
-    for ring in sources.rings:
+    for ring in (ring for ring in sources.rings if ring.kind == "log"):
         for slot, seal in sorted(ring.seals().items(), key=lambda item: item[1].step):
             if seal.step > ring.taken() and (step is None or seal.step == step):
                 try:
@@ -112,7 +111,8 @@ def _entry(one: RecordImage, *, step: int, **fields: Any) -> Entry:
         for call in said.calls
     ]
     return Entry(
-        step=step, rank=one.info.rank, world=one.info.world, codec=said.codec, groups=groups,
+        step=step, rank=one.info.rank, world=one.info.world, groups=groups,
+        codec=one.info.codec.kind if one.info.codec else "dense",
         absent=sum(len(call.absent) for call in said.calls), digested=said.digested, **fields,
     )  # fmt: skip
 

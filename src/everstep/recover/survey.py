@@ -281,6 +281,20 @@ class Sources:
             return data
         raise bad("it is no longer there")
 
+    def left_to(self, rank: int, world: int, *, is_followed: bool) -> tuple[list[Arena], list[Arena]]:
+        """The bases and rings that an earlier life of a rank left on this node, or ranks that are no more.
+
+        They are the caller's now, and the others are closed. `is_followed`: its replica has a process of its own.
+        """
+
+        def is_mine(arena: Arena) -> bool:
+            return arena.rank >= world or (arena.rank == rank and not (is_followed and arena.kind == "replica"))
+
+        for arena in (*self.arenas, *self.rings):
+            if not is_mine(arena):
+                arena.close()
+        return list(filter(is_mine, self.arenas)), list(filter(is_mine, self.rings))
+
     def close(self) -> None:
         for arena in (*self.arenas, *self.rings):
             arena.close()

@@ -1,0 +1,328 @@
+"""Faults while a log is written: slow disks, full disks, dying keepers. Training goes on, no two steps are mixed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_faults import Refusal
+
+import everstep
+from everstep import Disk
+from everstep.capture.arena import Arena, arena_root
+from everstep.errors import EverstepError
+from everstep.events import ChainEnded, Degraded, Event, Logged, Persisted, Retired, read_events
+from everstep.keeper import client
+from everstep.keeper.client import keeper_pid
+from everstep.store.disk import DiskTier
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lives import forget_memory, fork_keeper, live, must_finish, run_directory, run_of, train_log, train_tiny
+
+STEPS = 24
+SELDOM = [Disk(every=100)]
+
+
+@cache
+def undisturbed(steps: int = STEPS) -> str:
+    with run_directory() as directory:
+        return str(must_finish(lambda: train_tiny(directory, steps=steps))["digest"])
+
+
+def told(directory: Path, kind: type[Event]) -> list[Any]:
+    return [event for event in read_events(directory) if isinstance(event, kind)]
+
+
+def die(run: everstep.Run) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- a slow disk
+
+
+class Slow:
+    """A disk that takes this long for every write to a log."""
+
+    def __init__(self) -> None:
+        self.rest_s = 0.0
+        DiskTier.before = staticmethod(self)  # type: ignore[assignment]
+
+    def __call__(self, name: str) -> None:
+        if name.startswith("write log-"):
+            time.sleep(self.rest_s)
+
+
+def slow_life(directory: Path, end: Callable[[everstep.Run], Any]) -> dict[str, Any]:
+    """The disk is slow from step 4 to step 14: no step waits for it."""
+    slow = Slow()
+    took: list[float] = []
+
+    def at_step(run: everstep.Run) -> None:
+        if run.step == 4:
+            run.wait("durable")
+            slow.rest_s = 1.0
+            took.append(time.monotonic())
+        if run.step == 14:
+            took.append(time.monotonic())
+            slow.rest_s = 0.0
+            time.sleep(1.2)  # the write that is under way ends
+        if run.step >= 18:
+            run.wait("durable")
+        if run.step == 21:
+            end(run)
+
+    result = train_log(directory, at_step, steps=STEPS, records_a_base=50, digest_every=2, tiers=SELDOM)
+    return {**result, "took": took[1] - took[0]}
+
+
+def test_a_slow_disk_blocks_no_step_the_chain_ends_and_comes_back() -> None:
+    with run_directory() as directory:
+        result = must_finish(lambda: slow_life(directory, lambda run: None))
+        assert result["digest"] == undisturbed()
+        assert result["took"] < 1.0, "training waited for the disk"
+        ended = told(directory, ChainEnded)
+        assert [event.reason.split(":")[0] for event in ended] == ["the ring is full"]
+        assert any(event.first > ended[0].step for event in told(directory, Logged)), "the chain did not come back"
+
+
+@pytest.mark.parametrize("reboot", [False, True], ids=["killed", "rebooted"])
+def test_after_a_slow_disk_a_killed_run_goes_on_from_its_last_step(reboot: bool) -> None:
+    with run_directory() as directory:
+        assert live(lambda: slow_life(directory, die)).killed
+        if reboot:
+            forget_memory(directory)
+        plan = everstep.open(directory).plan()
+        assert plan.step == 21 and plan.base is not None and plan.base > 5
+        result = must_finish(lambda: train_log(directory, steps=STEPS, digest_every=2, tiers=SELDOM))
+        assert (result["resumed_from"], result["digest"]) == (21, undisturbed())
+
+
+@pytest.mark.parametrize("reboot", [False, True], ids=["killed", "rebooted"])
+def test_killed_while_the_ring_is_full_nothing_durable_is_lost(reboot: bool) -> None:
+    def life() -> dict[str, Any]:
+        slow = Slow()
+
+        def at_step(run: everstep.Run) -> None:
+            if run.step == 4:
+                run.wait("durable")
+                slow.rest_s = 30.0
+            if run.step == 12:
+                run.wait("sealed")
+                die(run)
+
+        return train_log(directory, at_step, steps=STEPS, records_a_base=50, tiers=SELDOM)
+
+    with run_directory() as directory:
+        assert live(life).killed
+        assert told(directory, ChainEnded)
+        if reboot:
+            forget_memory(directory)
+        result = must_finish(lambda: train_log(directory, steps=STEPS, tiers=SELDOM))
+        assert result["resumed_from"] == 12 if not reboot else result["resumed_from"] >= 4
+        assert result["digest"] == undisturbed()
+
+
+# -- a disk that refuses
+
+
+@pytest.mark.parametrize(
+    ("number", "after_bytes"),
+    [(errno.ENOSPC, 0), (errno.ENOSPC, 10_000), (errno.EROFS, 0), (errno.EIO, 5_000)],
+)
+def test_training_goes_on_while_the_log_is_refused_and_it_is_written_once_it_is_not(
+    number: int, after_bytes: int
+) -> None:
+    """Also in the middle of an append: what is half there is taken back, or cut off."""
+
+    def life() -> dict[str, Any]:
+        refusal = Refusal(directory, number, after_bytes)
+        said: list[str] = []
+
+        def at_step(run: everstep.Run) -> None:
+            if run.step == 4:
+                run.wait("durable")
+                refusal.on = True
+            if run.step == 6:
+                try:
+                    run.wait("durable", timeout=20)
+                except EverstepError as error:
+                    said.append(str(error))
+            if run.step == 12:
+                refusal.on = False
+                assert run.wait("durable", timeout=20)
+            if run.step == 15:
+                run.wait("durable")
+                die(run)
+
+        return {**train_log(directory, at_step, steps=STEPS, records_a_base=50, tiers=SELDOM), "said": said}
+
+    with run_directory() as directory:
+        outcome = live(life)
+        assert outcome.killed, outcome.error
+        assert any("not durable yet" in event.what for event in told(directory, Degraded))
+        forget_memory(directory)
+        result = must_finish(lambda: train_log(directory, steps=STEPS, tiers=SELDOM))
+        assert (result["resumed_from"], result["digest"]) == (15, undisturbed())
+        assert everstep.open(directory).verify()
+
+
+def test_whoever_waits_for_a_record_is_told_at_once_however_often_the_disk_has_refused() -> None:
+    def life() -> dict[str, Any]:
+        refusal = Refusal(directory, errno.ENOSPC)
+        took: list[float] = []
+
+        def at_step(run: everstep.Run) -> None:
+            if run.step == 3:
+                run.wait("durable")
+                refusal.on = True
+            if run.step == 4:
+                for _ in range(6):
+                    began = time.monotonic()
+                    with pytest.raises(EverstepError):
+                        run.wait("durable")
+                    took.append(time.monotonic() - began)
+                refusal.on = False
+                began = time.monotonic()
+                assert run.wait("durable")
+                took.append(time.monotonic() - began)
+
+        train_log(directory, at_step, records_a_base=50, tiers=SELDOM)
+        return {"took": took}
+
+    with run_directory() as directory:
+        assert sum(must_finish(life)["took"]) < 10  # with pauses that double it would be two minutes
+
+
+# -- keepers
+
+
+def kill_keeper(directory: Path) -> int | None:
+    pid = keeper_pid(run_of(directory))
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_a_keeper_killed_while_a_batch_is_open_leaves_a_torn_tail_that_is_cut() -> None:
+    """It dies between the writes of an append; another one takes over in the same life, and then the machine goes."""
+    marker = Path()
+
+    def start(run: str, where: Path) -> None:
+        def doom() -> None:
+            if not marker.exists():
+                marker.touch()
+                DiskTier._extend = torn  # type: ignore[method-assign]
+
+        fork_keeper(run, where, doom)
+
+    whole = DiskTier._extend
+
+    def torn(tier: DiskTier, name: str, descriptor: int, parts: Any, end: int, direct: bool) -> None:
+        if end == 0:
+            whole(tier, name, descriptor, parts, end, direct)
+            return
+        data = b"".join(parts)
+        os.pwrite(descriptor, data[: len(data) // 2 + 100], end) if not direct else None
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def life() -> dict[str, Any]:
+        client.start = start  # type: ignore[assignment]
+        DiskTier.direct = False
+
+        def at_step(run: everstep.Run) -> None:
+            if run.step:
+                run.wait("durable")
+            if run.step == 7:
+                die(run)
+
+        return train_log(directory, at_step, keeper="process", linger="1s", records_a_base=50, steps=STEPS)
+
+    with run_directory() as directory:
+        marker = directory.with_name("doomed")
+        outcome = live(life)
+        assert outcome.killed, outcome.error
+        assert any("the keeper died" in event.what for event in told(directory, Degraded))
+        kill_keeper(directory)
+        forget_memory(directory)
+        result = must_finish(lambda: train_log(directory, steps=STEPS, tiers=SELDOM))
+        assert (result["resumed_from"], result["digest"]) == (7, undisturbed())
+
+
+def test_a_keeper_that_dies_after_bases_of_this_life_does_not_take_them_along() -> None:
+    """Its successor is told from where the life resumed; what that life made durable since is not passed over."""
+
+    def life() -> dict[str, Any]:
+        def at_step(run: everstep.Run) -> None:
+            if run.step:
+                run.wait("durable")
+            if run.step == 8:
+                run._keeper.wait_durable(run._capture.sealed_step or 0, None, as_base=True)
+                killed = kill_keeper(directory)
+                deadline = time.monotonic() + 20
+                while keeper_pid(run_of(directory)) in (None, killed):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                time.sleep(0.3)  # the successor has been told from where this life resumed
+                die(run)
+
+        return train_log(directory, at_step, keeper="process", linger="1s", steps=STEPS, tiers=SELDOM)
+
+    with run_directory() as directory:
+        assert live(lambda: train_log(directory, lambda run: run.step == 2 and die(run), steps=STEPS)).killed
+        outcome = live(life)
+        assert outcome.killed, outcome.error
+        kill_keeper(directory)
+        forget_memory(directory)
+        assert not [e for e in told(directory, Retired) if "newer than" in e.reason]
+        assert max(e.step for e in told(directory, Persisted)) > 2
+        result = must_finish(lambda: train_log(directory, steps=STEPS, tiers=SELDOM))
+        assert (result["resumed_from"], result["digest"]) == (8, undisturbed())
+
+
+# -- nothing grows
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_over_500_steps_nothing_grows_and_nothing_is_left_in_memory() -> None:
+    def life() -> dict[str, Any]:
+        seen: list[tuple[int, int, int]] = []
+        created: list[str] = []
+        create = Arena.create
+
+        def counting(*arguments: Any, **options: Any) -> Arena:
+            created.append(options.get("kind", "base"))
+            return create(*arguments, **options)
+
+        Arena.create = counting  # type: ignore[method-assign]
+
+        def at_step(run: everstep.Run) -> None:
+            if run.step % 10 == 0 and run.step:
+                run.wait("durable")
+            if run.step % 100 == 50:
+                memory = sum(p.stat().st_size for p in (arena_root(None) / run_of(directory)).rglob("*") if p.is_file())
+                logs = sum(path.stat().st_size for path in directory.rglob("*.log"))
+                seen.append((descriptors(), memory, logs))
+
+        result = train_log(directory, at_step, steps=500, records_a_base=10, tiers=[Disk(every=20)])
+        return {**result, "seen": seen, "created": sorted(created)}
+
+    with run_directory() as directory:
+        result = must_finish(life)
+        assert result["created"] == ["base", "log"], "arenas were made again"
+        counts, memory, logs = zip(*result["seen"], strict=True)
+        assert max(counts) <= min(counts) + 2, f"descriptors: {counts}"
+        assert len(set(memory)) == 1
+        assert max(logs) <= 3 * min(logs), f"segments were not let go: {logs}"
+        assert len(list(directory.glob("log-*"))) <= 6 and len(list(directory.glob("step-*.json"))) == 2
+        assert not (arena_root(None) / run_of(directory)).exists(), "something is left in /dev/shm"
