@@ -24,7 +24,7 @@ from everstep.capture import gradients, steering
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.cli import app
 from everstep.events import Degraded, Drift, Persisted, Replayed, ReplicaMade, Started, read_events
-from everstep.keeper.client import keeper_pid
+from everstep.keeper.client import keeper_pid, replica_of
 from everstep.recover.survey import Sources
 
 STEPS, KILLED_AT = 24, 15
@@ -48,7 +48,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def directory() -> Iterator[Path]:
     with run_directory() as folder:
         yield folder
+        told = replica_of(run_of(folder)) if run_of(folder) else None
         stop_keeper(folder)
+        if told is not None:
+            os.kill(told.pid, signal.SIGKILL)  # it may have been stopped
 
 
 def stop_keeper(directory: Path) -> None:
