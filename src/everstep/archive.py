@@ -26,7 +26,7 @@ from everstep.errors import (
     ReplayedElsewhere,
 )
 from everstep.keeper import flush
-from everstep.keeper.client import keeper_pid
+from everstep.keeper.client import keeper_pid, replica_of
 from everstep.recover.audit import (
     Finding,
     chains,
@@ -246,7 +246,7 @@ class Archive:
             kept = kept_steps(survey)
             arenas = [*sources.arenas, *sources.rings]
             live = _done_by_all(arenas)
-            pids = sorted({arena.pid for arena in arenas if process_alive(arena.pid)})
+            pids = sorted({arena.pid for arena in arenas if arena.kind != "replica" and process_alive(arena.pid)})
             return {
                 "run": self.run,
                 "directory": str(self.directory),
@@ -257,6 +257,7 @@ class Archive:
                 "sealed_step": newest_in(survey, "memory"),
                 "durable_step": max(restorable(only(survey, "disk")), default=None),
                 "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
+                "replica": replica_of(self.run),
                 "ring": _ring_state(sources.rings),
                 "exposure": exposure(
                     survey, live.step if live else 0, live.cut_time if live else 0.0, time.time() if pids else None
@@ -327,7 +328,8 @@ def _is_between(plan: Plan, start: int, rank: int, files: list[tuple[int, int]])
 
 
 def _is_training(sources: Sources) -> bool:
-    return any(process_alive(arena.pid) for arena in (*sources.arenas, *sources.rings))
+    arenas = (*sources.arenas, *sources.rings)
+    return any(process_alive(arena.pid) for arena in arenas if arena.kind != "replica")
 
 
 def _sound_plan(sources: Sources, survey: Survey) -> Plan:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from everstep.errors import BadConfig
 
 Mode = Literal["host", "device", "direct", "disk"]
-Strategy = Literal["auto", "snapshot", "log"]
+Strategy = Literal["auto", "snapshot", "log", "replica"]
 KeeperKind = Literal["process", "inline"]
 
 MAX_SLOTS = 28  # as many seals as fit on an arena's control page

@@ -80,6 +80,25 @@ class Replayed(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class ReplicaMade(Event, frozen=True, kw_only=True):
+    """The keeper holds an image of a rank's state, and advances it by every record. `exact`: with the very bits."""
+
+    rank: int
+    step: int
+    slot_bytes: int
+    place: str
+    exact: bool
+
+
+class Drift(Event, frozen=True, kw_only=True):
+    """A replica was compared with a true base of the same step, from which it goes on."""
+
+    rank: int
+    step: int
+    differing: int  # elements that have other bits
+    largest: float  # absolute difference
+
+
 class Logged(Event, frozen=True, kw_only=True):
     """The first records of a segment are on disk; from now on every step follows."""
 
@@ -173,6 +192,8 @@ AnyEvent = (
     | TapMoved
     | Logged
     | Replayed
+    | ReplicaMade
+    | Drift
     | Skipped
     | Persisted
     | Degraded

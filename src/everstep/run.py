@@ -29,7 +29,7 @@ from everstep.capture.copier import Copier
 from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
-from everstep.capture.steering import Steering
+from everstep.capture.steering import Steering, followed
 from everstep.config import Disk, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
@@ -118,11 +118,12 @@ class Run:
         source = self._restore()
         self._generation = generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
+        self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
             sign(folder, chosen.directory, self._emit)
-        left, rings = self._left_by_earlier_life()
+        left, rings = self._sources().left_to(self._place.rank, self._place.world, is_followed=bool(self._followed))
         self._copier = Copier()
         self._capture = Capture(
             state.subjects, self._copier, topology=self._place, settings=chosen, run=self._run, generation=generation,
@@ -131,7 +132,7 @@ class Run:
         )  # fmt: skip
         self._steering = Steering(
             state.subjects, self._capture, chosen, self._place, self._emit,
-            had_log=self._resumed_base != self.resumed_from,
+            had_log=self._resumed_base != self.resumed_from, is_followed=bool(self._followed),
         )  # fmt: skip
         compressor = state.subjects.compressor
         self._compression = Compression(state.subjects, compressor) if compressor is not None else None
@@ -157,21 +158,11 @@ class Run:
             directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
             lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
-            torch=str(torch.__version__),
+            torch=str(torch.__version__), replica=self._followed,
         )  # fmt: skip
 
     def _sources(self) -> Sources:
         return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
-
-    def _left_by_earlier_life(self) -> tuple[list[Arena], list[Arena]]:
-        """The bases and rings that an earlier life of this rank left on this node, or ranks that are no more."""
-        sources = self._sources()
-        rank, world = self._place.rank, self._place.world
-        mine = [arena for arena in (*sources.arenas, *sources.rings) if arena.rank == rank or arena.rank >= world]
-        for arena in (*sources.arenas, *sources.rings):
-            if arena not in mine:
-                arena.close()
-        return [a for a in mine if a.kind == "base"], [a for a in mine if a.kind != "base"]
 
     def _begin_log(self, rings: list[Arena]) -> Recorder | None:
         """The rings of an earlier life are gone on with, or held until bases have taken their place."""
@@ -360,6 +351,7 @@ class Run:
             "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
             **self._steering.status(),
             "stall_s": self._capture.stall_s,
+            "replica": self._keeper.replica_status(self.step),
             "trouble": self._keeper.trouble,
         }
 

@@ -100,6 +100,7 @@ class ImageInfo(Noun, frozen=True, kw_only=True):
     codec: Codec | None = None  # of a record, unless it is dense
     has_values: bool = False  # a record whose step also has values in an image of their own, or that image
     devices: tuple[str, ...] = ()  # of a record: the kinds of device that its updates ran on
+    replica: str = ""  # the kind of device whose steps a host repeated to make this image, so that bits may differ
 
 
 class Part(Noun, frozen=True, kw_only=True):
@@ -117,6 +118,7 @@ class Part(Noun, frozen=True, kw_only=True):
     pieces: tuple[Piece, ...]
     cut_time: float
     torch: str
+    replica: str = ""  # as the image says
     digest: str = ""
 
 
@@ -200,6 +202,7 @@ class Holding(Noun, frozen=True, kw_only=True):
     bytes: int
     cut_time: float
     checked: bool = True  # carries checksums
+    replica: str = ""  # as the image says
 
 
 class Records(Noun, frozen=True, kw_only=True):

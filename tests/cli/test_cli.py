@@ -97,7 +97,9 @@ def killed() -> Iterator[Path]:
 def test_ls_lists_what_can_be_restored(cli: Cli, finished: Path, killed: Path) -> None:
     said = cli("ls", finished, "--json")
     assert (said.code, said.err) == (0, "")
-    assert [set(kept) for kept in said.json] == [{"step", "world", "bytes", "cut_time", "sources", "base"}] * 3
+    assert [set(kept) for kept in said.json] == [
+        {"step", "world", "bytes", "cut_time", "sources", "base", "replica"}
+    ] * 3
     assert [(kept["step"], kept["world"], kept["sources"]) for kept in said.json] == [
         (2, 1, ["disk"]),
         (4, 1, ["disk"]),
@@ -164,7 +166,7 @@ def test_plan_says_what_a_restart_would_do(cli: Cli, killed: Path) -> None:
     assert set(plan) == {"step", "world", "parts", "rejections", "records", "values", "base"}
     assert (plan["step"], plan["world"], plan["rejections"]) == (5, 1, [])
     assert set(plan["parts"][0]) == {
-        "source", "node", "step", "rank", "world", "generation", "bytes", "cut_time", "checked",
+        "source", "node", "step", "rank", "world", "generation", "bytes", "cut_time", "checked", "replica",
     }  # fmt: skip
     lost = cli("plan", killed, "--lost", "memory", "--json").json
     assert (lost["step"], lost["parts"][0]["source"]) == (3, "disk")
@@ -182,7 +184,7 @@ def test_status_of_a_dead_run(cli: Cli, killed: Path) -> None:
     status = cli("status", killed, "--json").json
     assert set(status) == {
         "run", "directory", "alive", "trainers", "keeper", "step", "sealed_step", "durable_step", "arena_bytes",
-        "ring", "exposure",
+        "ring", "exposure", "replica",
     }  # fmt: skip
     assert (status["alive"], status["trainers"], status["keeper"]) == (False, [], None)
     assert (status["step"], status["sealed_step"], status["durable_step"]) == (5, 5, 3)

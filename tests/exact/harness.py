@@ -138,8 +138,18 @@ class Trial:
         """Die here, if this is the place and the time."""
         kill, run = self.life.kill, self.run
         if run is not None and kill == Kill(run.step, place, self.rank):
+            self._await_replica(run)
             self._note("killed", run.step)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _await_replica(self, run: everstep.Run) -> None:
+        """Where a process has a replica, and can have one: die when it is as new as the last cut."""
+        if self.life.strategy != "replica" or self.life.keeper != "process" or not run._followed:
+            return
+        deadline = time.monotonic() + 15.0
+        while (run.status()["replica"] or {"step": -1})["step"] < run.step:  # type: ignore[index]
+            assert time.monotonic() < deadline, f"the replica does not come: {run.status()}"
+            time.sleep(0.02)
 
     def lost(self, loss: Tensor) -> None:
         self.extra["losses"].append(loss.item())
@@ -343,7 +353,7 @@ class Stage:
         ]  # fmt: skip
         for process in ranks:
             process.start()
-        deadline = time.monotonic() + (20.0 if after_s is None else after_s)
+        deadline = time.monotonic() + (30.0 if after_s is None else after_s)
         try:
             while running := [process for process in ranks if process.is_alive()]:
                 left = deadline - time.monotonic()

@@ -34,6 +34,16 @@ def test_two_ranks_killed_one_at_a_time_end_with_the_same_bits(name: str, strate
     assert again.left_in_memory() == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["a_convolution_in_channels_last", "two_models_with_an_optimizer_each", "accumulated_gradients"],
+)
+def test_killed_when_its_replica_is_as_new_it_ends_with_the_same_bits(name: str, stage: Make) -> None:
+    unbroken, again = stage(name).play(), stage(name, keeper="process", strategy="replica")
+    assert differing(unbroken, again.play([Kill(5, "step"), Kill(9, "given")])) == []
+    assert differing(unbroken, again.play()) == [], "a finished run came back changed"
+
+
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_rebooted_in_every_place_the_log_on_the_disk_gives_the_same_bits(name: str, stage: Make) -> None:
     unbroken, again = stage(name).play(), stage(name, strategy="log")

@@ -11,6 +11,7 @@ the keeper holds. Knows nothing of tensors, CUDA or steps beyond their numbers; 
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -31,9 +32,9 @@ from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 SHARED_MEMORY = Path("/dev/shm")
 MEMFD = "memfd"
 
-# What a slot holds: a whole state; what one step consumed (then it is a ring); or what a step left that is too large
-# for every record.
-ArenaKind = Literal["base", "log", "values"]
+# What a slot holds: a whole state; what one step consumed (then it is a ring); what a step left that is too large for
+# every record; or a whole state that the keeper advances.
+ArenaKind = Literal["base", "log", "values", "replica"]
 
 _MAGIC = b"EVERSTEP"
 _HEADER = struct.Struct("<8sIIIIQQ32s8s")  # magic, format, rank, world, slots, slot bytes, layout digest, run, kind
@@ -92,6 +93,7 @@ class Arena:
         """Take over open descriptors; `place` is a directory, or MEMFD."""
         self.place = place
         self.descriptors = [control, *slots]
+        self._lock = -1
         if os.fstat(control).st_size < BLOCK:
             raise Damaged("an arena without a control page", file=place)
         self.control = mmap.mmap(control, os.fstat(control).st_size)
@@ -128,7 +130,8 @@ class Arena:
         names = ["control", *(f"slot-{i}.safetensors" for i in range(slots))]
         folder = None
         if root is not None:
-            name = f"{layout.digest:016x}" if kind == "base" else secrets.token_hex(8)  # rings follow each other
+            own = kind in ("log", "values")  # these follow each other
+            name = secrets.token_hex(8) if own else f"{layout.digest:016x}"
             folder = root / run / f"rank-{rank:05d}-{kind}-{name}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, mode=0o700)
@@ -185,6 +188,7 @@ class Arena:
                 buffer.close()
             except BufferError:
                 pass  # tensors still look into it; the mapping goes with the last of them
+        self.unlock()
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = []
@@ -192,6 +196,22 @@ class Arena:
     def remove(self) -> None:
         if self.place != MEMFD:
             shutil.rmtree(self.place, ignore_errors=True)
+
+    def lock(self, *, shared: bool, wait: bool = True) -> bool:
+        """Of a replica: readers share the lock, and whoever advances it holds it alone. A process takes it along."""
+        if self._lock < 0:  # a description of our own: descriptors that travelled share theirs, and its locks
+            self._lock = os.open(f"/proc/self/fd/{self.descriptors[0]}", os.O_RDWR)
+        how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self._lock, how)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     # -- the trainer's side
 

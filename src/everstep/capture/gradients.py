@@ -35,6 +35,7 @@ from everstep.capture.purity import Purity
 from everstep.capture.shape import Shape, pin
 from everstep.capture.sheet import Sheet
 from everstep.capture.tap import Tap
+from everstep.capture.update import flushes_denormals
 from everstep.config import Settings
 from everstep.events import ChainEnded, Degraded, RingMade, Sink
 from everstep.image import ImageLayout
@@ -240,8 +241,8 @@ class Recorder:
         if form is None or slot is None or gap or not calls:
             return self._miss(step, gap or "no optimizer was seen to step")
         digested = step % _DIGEST_EVERY == 0
-        tree = {**tree, "calls": calls, "digested": digested, "threads": torch.get_num_threads()}
-        payload = trees.encode(tree, "state")
+        how = {"threads": torch.get_num_threads(), "flushes": flushes_denormals()}
+        payload = trees.encode({**tree, "calls": calls, "digested": digested, **how}, "state")
         obstacle = self._obstacle_at_cut(form, len(payload))
         if obstacle:
             self._give_up_form()

@@ -265,7 +265,8 @@ class Capture:
             if self._shape.lanes:
                 unpin([v.flat for v in self._shape.views])
             self._left.append(self._shape.arena)
-        fitting = [a for a in self._left if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]
+        alike = [a for a in self._left if a.kind == "base"]
+        fitting = [a for a in alike if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]
         if fitting:
             self._left.remove(fitting[0])
             fitting[0].adopt(layout)

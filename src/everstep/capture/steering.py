@@ -17,25 +17,39 @@ from everstep.capture.form import parameters_of
 from everstep.capture.gradients import Recorder
 from everstep.capture.layout import Subjects
 from everstep.capture.snapshot import Capture
+from everstep.capture.update import kinds_of_device, why_no_replica
 from everstep.config import Settings
-from everstep.events import Chose, Sink, Tuned
+from everstep.events import Chose, Degraded, Sink, Tuned
 from everstep.topology import Topology, exchange
 from everstep.tune.controller import Controller, Measured, merge
 from everstep.tune.models import has_moved
 from everstep.tune.strategy import Way
 
 WINDOW = 64  # steps between two decisions
+REBASE = 4  # a replica needs true bases only to be compared with: so many times more rarely than a log does
 _HIDES = 0.9  # forward and backward, of a step: what copies have before an update waits for them
+
+
+def followed(subjects: Subjects, emit: Sink) -> str:
+    """On which kinds of device the state is that a replica is to follow; empty, and an event, if none can."""
+    reason = next(filter(None, map(why_no_replica, subjects.optimizers)), "")
+    if subjects.compressor is not None:
+        reason = "gradients are compressed, and a replica cannot follow that"
+    if reason:
+        emit(Degraded(what="there is no replica, the run is kept by its log", reason=reason))
+    return "" if reason else " and ".join(kinds_of_device(subjects.optimizers))
 
 
 class Steering:
     def __init__(
-        self, subjects: Subjects, capture: Capture, settings: Settings, topology: Topology, emit: Sink, *, had_log: bool
-    ) -> None:
+        self, subjects: Subjects, capture: Capture, settings: Settings, topology: Topology, emit: Sink, *,
+        had_log: bool, is_followed: bool,
+    ) -> None:  # fmt: skip
         """`had_log`: the past was restored from a log; then "auto" goes on with it, and else begins with bases."""
+        self._rarely = REBASE if is_followed else 1
         self._subjects, self._capture, self._settings = subjects, capture, settings
         self._topology, self._emit = topology, emit
-        logs = settings.strategy == "log" or (settings.strategy == "auto" and had_log)
+        logs = settings.strategy in ("log", "replica") or (settings.strategy == "auto" and had_log)
         self._controller = Controller(
             now="log" if logs else "snapshot", may_choose=settings.strategy == "auto" and settings.mode != "disk",
             capture=settings.capture, durable=settings.disk.cadence, budget=settings.overhead_budget,
@@ -69,7 +83,7 @@ class Steering:
 
     @property
     def steps_per_base(self) -> int:
-        return self._controller.steps_per_base
+        return self._rarely * self._controller.steps_per_base
 
     def status(self) -> dict[str, object]:
         return {

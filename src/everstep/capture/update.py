@@ -8,8 +8,9 @@ and the gradients of the real one. `why_not` and `is_elementwise` say for which 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from everstep.errors import EverstepError
 from everstep.types import OptimizerInfo
 
+_HALF = 0.5
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.NAdam,
     optim.RAdam, optim.Adamax, optim.ASGD,
@@ -46,6 +48,20 @@ class Consumed:
     calls: list[Call]  # in the order in which they were made; each optimizer at most once
     gradient: Callable[[str, int, int], Tensor]  # (parameter, first row, rows) -> host memory, only to be read
     digest: tuple[int, int] | None = None  # of the state after it: common over all ranks, private of this one
+
+
+def recorded_call(saved: Mapping[str, Any], scalars: Mapping[str, Tensor], absent: Iterable[str]) -> Call:
+    """A call as its record has it. `scalars`: what lay on a device."""
+    groups = [dict(group) for group in saved["groups"]]
+    for name, value in scalars.items():
+        if name.startswith("group."):
+            _, g, key = name.split(".", 2)
+            groups[int(g)][key] = value
+    return Call(
+        optimizer=saved["optimizer"], groups=groups, absent=frozenset(absent),
+        scale=scalars.get("scale") if saved["scaled"] else None,
+        found_inf=scalars.get("found_inf") if saved["scaled"] else None,
+    )  # fmt: skip
 
 
 def why_not(optimizer: optim.Optimizer) -> str:
@@ -89,6 +105,32 @@ def is_sliceable(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter
         return in_rows and is_elementwise(optimizer)
     with_tails = group.get("fused") or parameter.dtype not in (torch.float32, torch.float64)
     return in_rows and not (with_tails or group.get("amsgrad") or type(optimizer) is optim.Adamax)
+
+
+def why_no_replica(optimizer: optim.Optimizer) -> str:
+    """Why a host image cannot follow this optimizer by the rows that a rank has; empty if it can.
+
+    It is rebuilt by its name, so it must be torch's own. What a device computes a host cannot repeat to the bit, but
+    what a host computes it must.
+    """
+    name = type(optimizer).__qualname__
+    if type(optimizer) not in ELEMENTWISE:
+        return f"{name} is none of torch's optimizers that update every element by itself"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rows = parameter.detach() if parameter.dim() else parameter.detach().view(1)
+            if parameter.device.type == "cpu" and not is_sliceable(optimizer, group, rows):
+                return f"{name}, as it is set, gives rows of {parameter.dtype} other bits than the whole parameter"
+    return ""
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread computes as torch.set_flush_denormal(True) makes it; torch does not tell."""
+    return sys.float_info.min * _HALF == 0.0
+
+
+def kinds_of_device(optimizers: Iterable[optim.Optimizer]) -> list[str]:
+    return sorted({p.device.type for o in optimizers for group in o.param_groups for p in group["params"]})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, MemoryPath, ago, human_bytes, print_json, print_table
+from everstep.cli.output import Directory, Json, MemoryPath, ago, human_bytes, note, print_json, print_table
 from everstep.recover.reach import Kept
 
 
@@ -25,7 +25,7 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
 
 def _rows(kept: list[Kept]) -> Iterator[list[str]]:
     """A base is a row, and so are all records that follow it and are kept in the same places."""
-    for (base, own, sources, world), run in groupby(kept, key=lambda k: (k.base, k.base == k.step, k.sources, k.world)):
+    for (base, own, sources, world, replica), run in groupby(kept, key=_alike):
         steps = list(run)
         first, last = steps[0].step, steps[-1]
         yield [
@@ -34,5 +34,10 @@ def _rows(kept: list[Kept]) -> Iterator[list[str]]:
             human_bytes(sum(k.bytes for k in steps)),
             ago(last.cut_time) if last.cut_time is not None else "",
             " and ".join(sources) or "memory with disk",
-            "base" if own else f"{len(steps)} {'record' if len(steps) == 1 else 'records'} after base {base}",
+            ("base" if own else f"{len(steps)} {'record' if len(steps) == 1 else 'records'} after base {base}")
+            + note(replica),
         ]
+
+
+def _alike(kept: Kept) -> tuple[int, bool, tuple[str, ...], int, str]:
+    return (kept.base, kept.base == kept.step, kept.sources, kept.world, kept.replica)

@@ -50,5 +50,10 @@ def human_seconds(seconds: float | None) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def note(replica: str) -> str:
+    """What to say of a step that a replica made whose bits may not be those of training."""
+    return f" (replica of {replica}, not bit for bit)" if replica else ""
+
+
 def ago(when: float) -> str:
     return f"{human_seconds(max(0.0, time.time() - when))} ago"

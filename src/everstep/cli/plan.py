@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, MemoryPath, human_bytes, print_json, print_table
+from everstep.cli.output import Directory, Json, MemoryPath, human_bytes, note, print_json, print_table
 from everstep.recover.reach import records_of
 
 
@@ -27,7 +27,7 @@ def command(
         print("nothing can be restored")
     else:
         rows = [
-            [str(p.rank), p.source, p.node, human_bytes(p.bytes), "yes" if p.checked else "seal only"]
+            [str(p.rank), p.source + note(p.replica), p.node, human_bytes(p.bytes), "yes" if p.checked else "seal only"]
             for p in plan.parts
         ]
         print_table(["rank", "from", "node", "size", "checksums"], rows, title=f"step {plan.step} would be restored")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, MemoryPath, Step, ago, human_bytes, print_json, print_table
+from everstep.cli.output import Directory, Json, MemoryPath, Step, ago, human_bytes, note, print_json, print_table
 from everstep.recover.records import Entry
 
 
@@ -27,7 +27,8 @@ def command(
     if json:
         print_json({"commit": commit, "parts": parts})
         return
-    print(f"step {commit.step} of run {commit.run}, taken {ago(commit.cut_time)} by {commit.world} rank(s)")
+    label = note(next((p.replica for p in parts if p.replica), ""))
+    print(f"step {commit.step} of run {commit.run}, taken {ago(commit.cut_time)} by {commit.world} rank(s){label}")
     rows = [
         [str(p.rank), human_bytes(p.bytes), str(len(p.pieces)), str(len(p.chunks)), p.torch or "unknown"] for p in parts
     ]

@@ -18,6 +18,13 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
     print(
         f"step {status['step']}; sealed in memory: {status['sealed_step']}; durable on disk: {status['durable_step']}"
     )
+    replica = status["replica"]
+    if replica is not None:
+        drift = f"drift at step {replica.drift_step}: {replica.differing} elements by up to {replica.largest:.3g}"
+        print(
+            f"replica: step {replica.step}, {replica.behind} behind, {1000 * replica.cpu_s_per_step:.1f} ms of CPU a "
+            f"step; {drift if replica.drift_step >= 0 else 'not compared yet'}"
+        )
     ring = status["ring"]
     if ring["bytes"]:
         print(f"log: {ring['records']} records in the ring, {ring['unwritten']} of them not on disk yet")

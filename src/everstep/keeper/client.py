@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from everstep.capture.arena import MEMFD, Arena, ArenaKind
 from everstep.config import KeeperKind
 from everstep.errors import EverstepError, KeeperLost
@@ -21,6 +23,7 @@ from everstep.events import Degraded, Sink
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.process import start
 from everstep.keeper.protocol import (
+    AskReplica,
     Attach,
     Bye,
     Channel,
@@ -33,6 +36,7 @@ from everstep.keeper.protocol import (
     LeaseAnswer,
     Persist,
     Release,
+    Replicated,
     StopAt,
     Trouble,
     Welcome,
@@ -68,6 +72,7 @@ class KeeperClient:
         self.base_write_s = self.record_write_s = -1.0  # what the last ones took
         self.trouble = ""
         self.leased: tuple[int, ...] = ()
+        self.replica: Replicated | None = None
 
     # -- beginning and ending
 
@@ -162,6 +167,11 @@ class KeeperClient:
             raise EverstepError(f"step {step} is not durable: {self.trouble}")
         return True
 
+    def replica_status(self, step: int) -> dict[str, object] | None:
+        """Where the replica stands when the run is at a step."""
+        known = self.replica
+        return {**msgspec.structs.asdict(known), "behind": step - known.step} if known is not None else None
+
     def _send(self, message: Attach | Detach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
         try:
             if self._channel is not None:
@@ -200,6 +210,8 @@ class KeeperClient:
                     self.durable_step = max(self.durable_step, step)
                     self.durable_base = max(self.durable_base, base)
                     self._state.notify_all()
+            case Replicated():
+                self.replica = message
             case Trouble(reason=reason):
                 with self._state:
                     self.trouble = reason
@@ -240,6 +252,21 @@ def inherited(run: str) -> list[Arena]:
         mine, descriptors = descriptors[:count], descriptors[count:]
         arenas.append(Arena(mine[0], mine[1:], MEMFD))
     return arenas
+
+
+def replica_of(run: str) -> Replicated | None:
+    """Where the replica of a run stands, if a keeper of this node has one."""
+    channel = connect(run)
+    if channel is None:
+        return None
+    try:
+        channel.send(AskReplica())
+        heard = channel.receive()
+    except KeeperLost:
+        return None
+    finally:
+        channel.close()
+    return heard[0] if heard is not None and isinstance(heard[0], Replicated) else None
 
 
 def keeper_pid(run: str) -> int | None:

@@ -66,7 +66,7 @@ def persist_part(
     part = Part(
         format=FORMAT, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
         bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces, cut_time=seal.cut_time,
-        torch=torch_version,
+        torch=torch_version, replica=info.replica,
     )  # fmt: skip
     tier.put(part_file, memoryview(encode(part)))
     return part

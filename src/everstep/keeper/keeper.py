@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from everstep.capture.arena import MEMFD, Arena
-from everstep.config import Every, Keep
+from everstep.config import Keep
 from everstep.errors import Damaged, KeeperLost
 from everstep.events import Degraded, Persisted, Rejected, Retired, Scavenged, Sink
 from everstep.keeper import flush
@@ -26,6 +26,7 @@ from everstep.keeper.logbook import Logbook
 from everstep.keeper.pace import Pace
 from everstep.keeper.protocol import (
     AnyMessage,
+    AskReplica,
     Attach,
     Bye,
     Channel,
@@ -40,21 +41,17 @@ from everstep.keeper.protocol import (
     StopAt,
     Trouble,
     Welcome,
-    find_runtime_folder,
-    leave,
 )
-from everstep.keeper.session import Leases, Session, check_all
+from everstep.keeper.replica import Replicas
+from everstep.keeper.session import Leases, Session, cadence, check_all, give_up, newest_common, newest_replica
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 
 _TICK_S = 0.05
 _LOG_TICK_S = 0.02  # between two looks at the rings
-_AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
-_AUTO_SHARE = 0.1  # and writing takes at most this share of the time
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
 _INLINE_PATIENCE_S = 30.0
-_MANY_NODES_STRIDE = 50
 
 
 class Keeper:
@@ -72,6 +69,7 @@ class Keeper:
         self._wanted = -1  # a step that somebody waits for,
         self._wanted_base = -1  # or for its base
         self._logbook = Logbook(self.tier, emit)
+        self._replicas = Replicas(directory, emit, self._sessions, self._selector)
         self._pace = Pace(self._logbook, emit)
         self._writing_log = threading.Lock()
         self._durable_base = max(committed_steps(self.tier), default=-1)
@@ -111,6 +109,7 @@ class Keeper:
         self._log_asked.set()
         for thread in self._threads:
             thread.join()
+        self._replicas.end()
         self._remove_spent_arenas()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -148,13 +147,14 @@ class Keeper:
             case Attach() if session is not None:
                 arena = Arena(descriptors[0], descriptors[1:], message.place)
                 arena.populate()
-                if arena.kind != "base":
+                if arena.kind in ("log", "values"):
                     self._take_in(session, arena)
-                    return
-                with self._lock:
-                    if session.arena is not None:
-                        session.outgrown.append(session.arena)
-                    session.arena = arena
+                else:
+                    with self._lock:
+                        if session.arena is not None:
+                            session.outgrown.append(session.arena)
+                        session.arena = arena
+                self._replicas.show(arena)
             case Detach() if session is not None:
                 session.ring_is_spent = True
             case LeaseAnswer():
@@ -171,15 +171,12 @@ class Keeper:
             case StopAt():
                 self._tell_all(message)
             case Inherit():
-                held = [
-                    a
-                    for s in self._sessions.values()
-                    for a in (*s.outgrown, s.arena, s.ring, s.values)
-                    if a is not None
-                ]
-                held = [a for a in held if a.place == MEMFD]
+                known = [a for s in self._sessions.values() for a in (*s.outgrown, *s.arenas())]
+                held = [a for a in known if a.place == MEMFD]
                 counts = tuple(len(arena.descriptors) for arena in held)
                 channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
+            case AskReplica():
+                channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is not None:
                 session.done = message.final
                 session.alive = False
@@ -200,7 +197,7 @@ class Keeper:
     def _let_go_rings(self) -> None:
         """A ring that nothing is recorded into any more is needed until all ranks have a base that is as new."""
         for session in [s for s in self._sessions.values() if s.ring_is_spent]:
-            newest = self._newest_common(self._ready())
+            newest = newest_common(self._ready(), self._wanted)
             if session.ring is not None and newest is not None and newest >= session.ring.live().step:
                 self._take_in(session, None)
 
@@ -213,7 +210,7 @@ class Keeper:
             if earlier is not None:
                 self._lose(earlier)
                 session.arena, session.leased, session.outgrown = earlier.arena, earlier.leased, earlier.outgrown
-                session.ring, session.values = earlier.ring, earlier.values
+                session.ring, session.values, session.replica = earlier.ring, earlier.values, earlier.replica
                 session.ring_is_spent = earlier.ring_is_spent
             with self._writing_log:
                 self._logbook.open(hello)
@@ -223,14 +220,14 @@ class Keeper:
                 self._selector.register(session.watcher, selectors.EVENT_READ, lambda _: self._lose(session))
             except OSError:
                 session.watcher = -1  # the socket alone will tell
+        self._replicas.follow(session)
         channel.send(Welcome(leased=tuple(session.leased)))
 
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
-        for rank in [rank for rank in self._sessions if rank >= hello.world]:
-            gone = self._sessions.pop(rank)
-            self._overtaken += [arena for arena in (gone.arena, gone.ring) if arena is not None]
+        for gone in [self._sessions.pop(rank) for rank in list(self._sessions) if rank >= hello.world]:
+            self._overtaken += [arena for arena in (gone.arena, gone.ring, gone.replica) if arena is not None]
         with self._writing_log:
             self._logbook.overtake(hello)
         for step in flush.set_aside(self.tier, hello.resumed_from, hello.run, hello.generation):
@@ -276,33 +273,21 @@ class Keeper:
         complete = sessions and all(s.arena is not None for s in sessions)
         return sessions if complete and len(sessions) >= sessions[0].hello.local else []
 
-    def _newest_common(self, sessions: list[Session]) -> int | None:
-        """The newest step that every local rank has sealed, in one generation.
-
-        Among several keepers only the steps that all of them would choose: every so many, and what is waited for.
-        """
-        stride = 1
-        sealed = []
-        for session in sessions:
-            if session.hello.local < session.hello.world:
-                stride = session.hello.every_steps or _MANY_NODES_STRIDE
-            assert session.arena is not None
-            sealed.append({(s.step, s.generation) for s in session.arena.seals().values()})
-        common = set.intersection(*sealed) if sealed else set()
-        return max((step for step, _ in common if step % stride == 0 or step == self._wanted), default=None)
+    def _newest(self, sessions: list[Session]) -> int | None:
+        """The newest step of which all local ranks have a base, be it their replicas'."""
+        found = (newest_common(sessions, self._wanted), newest_replica(sessions))
+        return max((step for step in found if step is not None), default=None)
 
     def _due(self) -> int | None:
         sessions = self._ready()
-        newest = self._newest_common(sessions)
+        newest = self._newest(sessions)
         if newest is None or newest <= self._durable_base or time.monotonic() < self._retry_at:
             return None
         hello = sessions[0].hello
         if self._is_waited_for(sessions) or hello.every_capture or not any(s.alive for s in sessions):
             return newest
-        every = Every(steps=hello.every_steps, seconds=hello.every_s)
-        if hello.every_steps is None and hello.every_s is None:
-            every = Every(seconds=max(_AUTO_FLOOR_S, self._last_flush_took / _AUTO_SHARE))
         last = self._durable_base if self._durable_base >= 0 else None
+        every = cadence(hello, self._last_flush_took)
         return newest if every.due(newest, time.monotonic(), last, self._last_flush_at) else None
 
     def _is_waited_for(self, sessions: list[Session]) -> bool:
@@ -317,17 +302,22 @@ class Keeper:
     def _flush(self, step: int) -> None:
         sessions = self._ready()
         began = time.monotonic()
-        leases = [(session, self._leases.ask(session, step)) for session in sessions]
+        leased = self._leases.ask_all(sessions, step)
+        arenas = [session.replica if leased is None else session.arena for session in sessions]
+        slots = leased
+        if slots is None:
+            step = self._replicas.hold(step)
+            slots = [replica.slot_of(step) if replica is not None else None for replica in arenas]
         try:
-            if any(slot is None for _, slot in leases):
+            if None in slots:
                 return
             total, generation = 0, ""
-            for session, slot in leases:
-                assert session.arena is not None and slot is not None
+            for session, arena, slot in zip(sessions, arenas, slots, strict=True):
+                assert arena is not None and slot is not None
                 try:
-                    part = flush.persist_part(self.tier, session.arena, slot, torch_version=session.hello.torch)
+                    part = flush.persist_part(self.tier, arena, slot, torch_version=session.hello.torch)
                 except Damaged as error:
-                    session.arena.unseal(slot)  # so that the next best is taken
+                    arena.unseal(slot)  # so that the next best is taken
                     self._emit(Rejected(step=step, source="memory", reason=str(error)))
                     raise
                 if part is None:
@@ -336,7 +326,7 @@ class Keeper:
             if not flush.commit(self.tier, step, sessions[0].hello.world, generation):
                 return  # the last keeper to have its parts in place commits
         finally:
-            for session, slot in leases:
+            for session, slot in zip(sessions, leased or [], strict=False):
                 if slot is not None:
                     self._release(session, slot)
         self._durable_base = self._wrote = step
@@ -418,7 +408,7 @@ class Keeper:
             return False
         patience_s = _INLINE_PATIENCE_S if self._inline else _PATIENCE_S
         gives_up = idle > patience_s or (self._inline and self._failures + self._log_failures > 0)
-        newest = self._newest_common(self._ready())
+        newest = self._newest(self._ready())
         if newest is not None and newest <= self._durable_base and self._wrote < newest:
             self._read_back(sessions[0].hello.run, newest)
         is_held = any(s.outgrown or self._is_behind(s) for s in sessions)
@@ -437,14 +427,11 @@ class Keeper:
 
     def _remove_spent_arenas(self) -> None:
         ready = self._ready()
-        newest = self._newest_common(ready)
+        newest = self._newest(ready)
         if not ready or (newest is not None and newest > self._durable_base):
             return
         for session in ready:
-            for arena in (session.arena, session.ring, session.values):
-                if arena is None or (arena is session.ring and self._is_behind(session)):
+            for arena in session.arenas():
+                if arena is session.ring and self._is_behind(session):
                     continue
-                arena.remove()
-                folder = Path(arena.place).parent
-                if arena.place != MEMFD and folder != find_runtime_folder(session.hello.run):
-                    leave(folder)
+                give_up(arena)

@@ -14,6 +14,7 @@ from everstep.errors import KeeperLost
 from everstep.events import EventLog, KeeperEnded, KeeperStarted
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.protocol import leave, runtime_folder, socket_address
+from everstep.keeper.replica import environment
 from everstep.topology import node_name
 
 _NICENESS = 10
@@ -21,13 +22,10 @@ _NICENESS = 10
 
 def start(run: str, directory: Path) -> None:
     """Have a keeper running for this run on this node when this returns."""
-    package = Path(__file__).parents[2]
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, [environment.get("PYTHONPATH")])])
     with open(keeper_log(directory), "ab") as log:
         answer = subprocess.run(
             [sys.executable, "-m", "everstep.keeper.process", run, str(directory)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True, timeout=60,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(), start_new_session=True, timeout=60,
         )  # fmt: skip
     if answer.returncode != 0:
         raise KeeperLost(f"the keeper did not start (exit {answer.returncode}); see {keeper_log(directory)}")

@@ -50,6 +50,7 @@ class Hello(Message, frozen=True, kw_only=True):
     keep_every: int | None
     linger_s: float
     torch: str
+    replica: str = ""  # the kind of device on which the state is that a replica is to follow; empty: there is none
 
 
 class Attach(Message, frozen=True, kw_only=True):
@@ -84,6 +85,10 @@ class Inherit(Message, frozen=True, kw_only=True):
     """What did earlier lives leave in memfds?"""
 
 
+class AskReplica(Message, frozen=True, kw_only=True):
+    """How is the replica? Anybody may ask; the answer is Replicated, or Trouble if there is none."""
+
+
 class Bye(Message, frozen=True, kw_only=True):
     """The trainer ends in good order. `final`: the run is finished and its arena is no longer needed."""
 
@@ -116,6 +121,29 @@ class Trouble(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Replicated(Message, frozen=True, kw_only=True):
+    """Where the replica stands; from its process to the keeper, and from there to whoever cares."""
+
+    pid: int
+    step: int  # -1: none yet
+    behind: int  # steps that trainers have recorded and it has not applied
+    cpu_s_per_step: float
+    exact: bool
+    drift_step: int = -1  # of the last comparison with a true base,
+    differing: int = 0
+    largest: float = 0.0
+
+
+class Hold(Message, frozen=True, kw_only=True):
+    """Keeper to replica: put an image of the present step aside, of all ranks, and leave it alone until the next."""
+
+
+class Held(Message, frozen=True, kw_only=True):
+    """Replica to keeper: in slot HELD of every replica."""
+
+    step: int
+
+
 class Inherited(Message, frozen=True, kw_only=True):
     """How many of the descriptors that come along belong to each arena."""
 
@@ -124,7 +152,7 @@ class Inherited(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Hello | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release | Durable
-    | Trouble | Inherited
+    | Trouble | Inherited | AskReplica | Replicated | Hold | Held
 )  # fmt: skip
 
 

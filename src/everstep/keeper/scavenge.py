@@ -41,7 +41,7 @@ def whole_steps(arenas: list[Arena]) -> list[tuple[int, list[tuple[Arena, int]]]
     count: what one step consumed is no state.
     """
     found: dict[tuple[int, str, int], dict[int, tuple[Arena, int]]] = {}
-    for arena in (arena for arena in arenas if arena.kind == "base"):
+    for arena in (arena for arena in arenas if arena.kind in ("base", "replica")):
         for slot, seal in sorted(arena.seals().items(), key=lambda item: item[1].sequence):
             found.setdefault((seal.step, seal.generation, arena.world), {})[arena.rank] = (arena, slot)
     whole = [(key[0], places) for key, places in found.items() if len(places) == key[2]]

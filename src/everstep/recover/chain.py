@@ -18,7 +18,7 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.extras import decode
 from everstep.capture.form import CALL, DIGEST, GRADIENT, PACKED
 from everstep.capture.layout import TORCH_DTYPES
-from everstep.capture.update import Call, Consumed
+from everstep.capture.update import Consumed, recorded_call
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.survey import RecordImage, Sources
@@ -163,19 +163,7 @@ def _consumed(step: int, images: dict[int, RecordImage], map: _Map, rank: int) -
         absent = {
             name for tree in trees.values() for c in tree["calls"] if c["optimizer"] == index for name in c["absent"]
         }
-        scalars = images[own].named(f"{CALL}{index}.")
-        groups = [dict(group) for group in call["groups"]]
-        for name, value in scalars.items():
-            if name.startswith("group."):
-                _, g, key = name.split(".", 2)
-                groups[int(g)][key] = value
-        calls.append(
-            Call(
-                optimizer=index, groups=groups, absent=frozenset(absent),
-                scale=scalars.get("scale") if call["scaled"] else None,
-                found_inf=scalars.get("found_inf") if call["scaled"] else None,
-            )
-        )  # fmt: skip
+        calls.append(recorded_call(call, images[own].named(f"{CALL}{index}."), absent))
     return Consumed(step=step, calls=calls, gradient=gradient, digest=_digest(images, trees, own))
 
 

@@ -31,6 +31,7 @@ class Kept:
     cut_time: float | None  # None: only its record knows
     sources: tuple[Source, ...]  # each of which is enough; none if it takes both
     base: int  # itself, or the step from which records lead to it
+    replica: str = ""  # the device whose steps a host repeated to make its base: not bit for bit
 
 
 def kept_steps(survey: Survey) -> list[Kept]:
@@ -54,6 +55,7 @@ def kept_steps(survey: Survey) -> list[Kept]:
                 bytes=sum(h.bytes for h in parts) if own else sum(sizes[step].values()),
                 cut_time=max(h.cut_time for h in parts) if own else times.get(step),
                 sources=tuple(source for source in ("memory", "disk") if step in enough[source]),
+                replica=next((h.replica for h in parts if h.replica), ""),
             )
         )  # fmt: skip
     return kept

@@ -7,7 +7,7 @@ was proven.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,10 @@ def resume(
             break
     if found is None:
         return None
+    if found.base.info.replica:
+        what = f"step {found.base.step} comes from a replica: the run goes on, but not bit for bit"
+        reason = f"it was advanced by host arithmetic, which rounds otherwise than that of {found.base.info.replica}"
+        emit(Degraded(what=what, reason=reason))
     topology.exchange(b"", place)  # nobody forgets the attempt before all are through
     if place.rank == 0:
         clear_attempt(sources, emit)
@@ -87,7 +91,10 @@ def _replay(found: Found, state: State, place: Topology, emit: Sink) -> int | No
     began, threads = time.monotonic(), torch.get_num_threads()
     try:
         torch.set_num_threads(found.latest.extras["threads"])  # where a kernel cuts a tensor decides its last bits
-        replay(state.subjects, found.chain.consumed, place)
+        consumed = found.chain.consumed
+        if found.base.info.replica:
+            consumed = [replace(one, digest=None) for one in consumed]  # training had other bits there
+        replay(state.subjects, consumed, place)
     except Diverged as error:
         good, reason = max(error.proven or 0, found.base.step), str(error)
     finally:

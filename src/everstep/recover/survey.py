@@ -84,8 +84,11 @@ class Sources:
         if memory_path is not None:
             found += find_arenas(arena_root(None), run, self._broken)
         found += inherited(run)
-        self.arenas = [arena for arena in found if arena.kind == "base"]
-        self.rings = [arena for arena in found if arena.kind != "base"]
+        self.arenas = [arena for arena in found if arena.kind in ("base", "replica")]
+        for arena in self.arenas:
+            if arena.kind == "replica":
+                arena.lock(shared=True)  # until it is closed: nobody advances what is read here
+        self.rings = [arena for arena in found if arena.kind in ("log", "values")]
         self._logs: dict[tuple[int, int], LogRead] = {}  # start, rank -> what is good of it
 
     def survey(self) -> Survey:
@@ -104,11 +107,18 @@ class Sources:
         )  # fmt: skip
 
     def _in_memory(self, arena: Arena) -> list[Holding]:
+        replica = ""
+        if arena.kind == "replica" and arena.seals():
+            header = bytes(arena.image(0)[: image.header_bytes(arena.image(0))])
+            try:
+                replica = image.parse_cached(header, arena.slot_bytes, arena.place)[1].replica
+            except Damaged:
+                pass  # whoever fetches it will say so
         return [
             Holding(
                 source="memory", node=self.node, step=seal.step, rank=arena.rank, world=arena.world,
                 generation=seal.generation, bytes=seal.length, cut_time=seal.cut_time,
-                checked=arena.checks(slot) is not None,
+                checked=arena.checks(slot) is not None, replica=replica,
             )
             for slot, seal in arena.seals().items()
         ]  # fmt: skip
@@ -129,7 +139,7 @@ class Sources:
             found.append(
                 Holding(
                     source="disk", node=self.node, step=step, rank=part.rank, world=part.world,
-                    generation=part.generation, bytes=part.bytes, cut_time=part.cut_time,
+                    generation=part.generation, bytes=part.bytes, cut_time=part.cut_time, replica=part.replica,
                 )
             )  # fmt: skip
         return found
@@ -270,6 +280,20 @@ class Sources:
                 raise bad("it was overwritten while it was read")
             return data
         raise bad("it is no longer there")
+
+    def left_to(self, rank: int, world: int, *, is_followed: bool) -> tuple[list[Arena], list[Arena]]:
+        """The bases and rings that an earlier life of a rank left on this node, or ranks that are no more.
+
+        They are the caller's now, and the others are closed. `is_followed`: its replica has a process of its own.
+        """
+
+        def is_mine(arena: Arena) -> bool:
+            return arena.rank >= world or (arena.rank == rank and not (is_followed and arena.kind == "replica"))
+
+        for arena in (*self.arenas, *self.rings):
+            if not is_mine(arena):
+                arena.close()
+        return list(filter(is_mine, self.arenas)), list(filter(is_mine, self.rings))
 
     def close(self) -> None:
         for arena in (*self.arenas, *self.rings):
