@@ -21,7 +21,7 @@ RECORDS = [
     types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.ImageInfo,
     types.OptimizerInfo, types.Frame,
 ]  # fmt: skip
-TYPES = {"UnionType": "Codec", 
+TYPES = {"UnionType": "Codec",
     "IntType": "integer", "StrType": "string", "LiteralType": "string", "FloatType": "number", "BoolType": "boolean",
     "DictType": "object",
 }  # fmt: skip
