@@ -1,14 +1,19 @@
-"""One training, two failures, not a bit of difference.
+"""One training, three failures, not a bit of difference.
 
-torchrun trains a small GPT on two ranks with every step captured. Twice, at a random moment, a rank gets SIGKILL.
-torchrun restarts the ranks, Everstep brings them back to the step, and at the end the result is compared, bit for bit,
-with the same training without failures.
+First act: torchrun trains a small GPT on two ranks with every step captured in memory. Twice, at a random moment, a
+rank gets SIGKILL. torchrun restarts the ranks, and Everstep brings them back to the step.
+
+Second act: the same training with every step durable, by the log. At a random moment the machine "reboots": torchrun,
+both ranks and the keeper are killed and shared memory is wiped. The training is started again, from its disk.
+
+At the end the results are compared, bit for bit, with the same training without failures.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,20 +38,21 @@ console = Console()
 
 @dataclass(slots=True)
 class Failure:
+    what: str
     killed_at: float
     step: int  # steps that were done when the rank died
-    rank_pid: int
     resumed_at: float = 0.0
     resumed_from: int = 0
 
 
-def start(directory: Path, log: Path) -> subprocess.Popen[bytes]:
+def start(directory: Path, log: Path, strategy: str) -> subprocess.Popen[bytes]:
     """torchrun on two ranks; restarts them as often as needed."""
     train = Path(__file__).with_name("train_gpt.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(FAILURES + 1), str(train), "--dir", str(directory), "--steps", str(STEPS)]
+    command += ["--strategy", strategy]
     return subprocess.Popen(
-        command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, stdout=log.open("ab"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
 
 
@@ -59,7 +66,7 @@ def status(directory: Path) -> dict[str, object]:
 def train(progress: Progress, title: str, directory: Path, kill_at: list[int]) -> list[Failure]:
     """Run to the end, killing a random rank when each of these steps is reached."""
     log = directory.with_suffix(".log")
-    job = start(directory, log)
+    job = start(directory, log, "snapshot")
     bar = progress.add_task(title, total=STEPS)
     failures: list[Failure] = []
     while job.poll() is None:
@@ -71,18 +78,58 @@ def train(progress: Progress, title: str, directory: Path, kill_at: list[int]) -
             time.sleep(random.random() * 0.1)
             victim = random.choice(trainers)
             os.kill(victim, signal.SIGKILL)
-            failures.append(Failure(time.time(), int(status(directory)["step"]), victim))
+            failures.append(Failure("SIGKILL to a rank", time.time(), int(status(directory)["step"])))
             progress.console.print(f"  SIGKILL to process {victim} at step {failures[-1].step}")
     progress.update(bar, completed=int(status(directory)["step"]))
+    check_end(job, log)
+    for failure in failures:
+        look_for_return(directory, failure)
+    return failures
+
+
+def check_end(job: subprocess.Popen[bytes], log: Path) -> None:
     if job.returncode != 0:
         console.print(log.read_text()[-4000:])
         raise SystemExit(f"the training ended with exit code {job.returncode}")
-    for failure in failures:
-        again = [
-            e for e in read_events(directory) if isinstance(e, Started) and e.rank == 0 and e.time > failure.killed_at
-        ]
-        failure.resumed_at, failure.resumed_from = again[0].time, again[0].step
-    return failures
+
+
+def look_for_return(directory: Path, failure: Failure) -> None:
+    """When and from where the run went on after a failure."""
+    later = [e for e in read_events(directory) if isinstance(e, Started) and e.time > failure.killed_at]
+    first = min((e for e in later if e.rank == 0), key=lambda e: e.time)
+    failure.resumed_at, failure.resumed_from = first.time, first.step
+
+
+def train_through_reboot(progress: Progress, title: str, directory: Path, reboot_at: int) -> tuple[Failure, int]:
+    """Every step durable; at some step everything but the disk is lost. The failure, and the step that was durable."""
+    log = directory.with_suffix(".log")
+    job = start(directory, log, "log")
+    bar = progress.add_task(title, total=STEPS)
+    now = status(directory)
+    while int(now["step"]) < reboot_at or len(list(now["trainers"])) < 2:
+        if job.poll() is not None:
+            check_end(job, log)
+            raise SystemExit("the training ended before its reboot")
+        time.sleep(0.05)
+        now = status(directory)
+        progress.update(bar, completed=int(now["step"]))
+    time.sleep(random.random() * 0.1)
+    now = status(directory)
+    durable = int(now["durable_step"])
+    for victim in (job.pid, int(now["keeper"]), *now["trainers"]):
+        os.kill(victim, signal.SIGKILL)
+    failure = Failure("reboot: all killed, memory wiped", time.time(), int(status(directory)["step"]))
+    job.wait()
+    shutil.rmtree(f"/dev/shm/everstep-{os.getuid()}/{everstep.open(directory).run}")
+    progress.console.print(f"  reboot at step {failure.step}: torchrun, ranks and keeper killed, shared memory wiped")
+    job = start(directory, log, "log")
+    while job.poll() is None:
+        time.sleep(0.05)
+        progress.update(bar, completed=int(status(directory)["step"]))
+    progress.update(bar, completed=int(status(directory)["step"]))
+    check_end(job, log)
+    look_for_return(directory, failure)
+    return failure, durable
 
 
 def same(one: object, two: object) -> bool:
@@ -109,42 +156,58 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="everstep-demo-") as folder,
         Progress(*columns, console=console) as progress,
     ):
-        broken, reference = Path(folder, "with-failures"), Path(folder, "without")
+        broken, rebooted, reference = (Path(folder, name) for name in ("with-failures", "with-reboot", "without"))
         kill_at = [random.randint(30, 90), random.randint(130, 210)]
         failures = train(progress, "two ranks, two failures", broken, kill_at)
+        reboot, durable = train_through_reboot(progress, "the log, a reboot", rebooted, random.randint(60, 180))
         train(progress, "the same, undisturbed", reference, [])
-        ours, theirs = everstep.open(broken).load(STEPS), everstep.open(reference).load(STEPS)
+        kept = [everstep.open(one).load(STEPS) for one in (broken, rebooted, reference)]
 
-    table = Table(title="What the failures cost", title_justify="left")
-    for column in ("failure", "killed at step", "resumed from", "steps lost", "recovery, with restart by torchrun"):
-        table.add_column(column, justify="right")
-    for number, f in enumerate(failures, 1):
-        table.add_row(
-            str(number),
-            str(f.step),
-            str(f.resumed_from),
-            str(f.step - f.resumed_from),
-            f"{f.resumed_at - f.killed_at:.1f} s",
-        )
-    console.print(table)
-
-    weights = [name for name in ours if name.startswith("model.")]
-    moments = [name for name in ours if name.startswith("optimizer.")]
-    verdicts = {
-        f"final weights ({len(weights)} tensors)": ours.keys() == theirs.keys()
-        and all(same(ours[n], theirs[n]) for n in weights),
-        f"optimizer state ({len(moments)} tensors)": all(same(ours[n], theirs[n]) for n in moments),
-        f"loss curve ({len(ours['extra']['losses']['value'])} values)": same(ours["extra"], theirs["extra"]),
-        "scheduler and random state": same(ours["schedulers"], theirs["schedulers"])
-        and same(ours["random"]["torch"], theirs["random"]["torch"]),
-    }
-    losses = ours["extra"]["losses"]["value"]
-    for what, equal in verdicts.items():
-        console.print(f"{what:32} {'identical, bit for bit' if equal else '[red]DIFFERENT[/red]'}")
+    report([*failures, reboot], durable)
+    verdicts = compare(kept)
+    losses = kept[0]["extra"]["losses"]["value"]
     console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {time.time() - begun:.0f} s in all")
     lost = [f.step - f.resumed_from for f in failures]
-    if not all(verdicts.values()) or len(failures) != FAILURES or any(n not in (0, 1) for n in lost):
+    kept_all = len(failures) == FAILURES and all(n in (0, 1) for n in lost) and reboot.resumed_from >= durable
+    if not all(verdicts) or not kept_all:
         raise SystemExit("the demo did not keep its promise")
+
+
+def report(failures: list[Failure], durable: int) -> None:
+    table = Table(title="What the failures cost", title_justify="left")
+    for column in ("failure", "at step", "resumed from", "steps lost", "recovery, with restart by torchrun"):
+        table.add_column(column, justify="right")
+    for f in failures:
+        lost, took = str(f.step - f.resumed_from), f"{f.resumed_at - f.killed_at:.1f} s"
+        table.add_row(f.what, str(f.step), str(f.resumed_from), lost, took)
+    console.print(table)
+    console.print(
+        f"before the reboot step {durable} was said to be durable; from its disk the run went on at {failures[-1].resumed_from}"
+    )
+
+
+def compare(kept: list[dict[str, Any]]) -> list[bool]:
+    """The runs with failures against the one without, bit for bit."""
+    *broken, reference = kept
+    weights = [name for name in reference if name.startswith("model.")]
+    moments = [name for name in reference if name.startswith("optimizer.")]
+    parts = {
+        f"final weights ({len(weights)} tensors)": lambda one: all(same(one[n], reference[n]) for n in weights),
+        f"optimizer state ({len(moments)} tensors)": lambda one: all(same(one[n], reference[n]) for n in moments),
+        f"loss curve ({len(reference['extra']['losses']['value'])} values)": lambda one: same(
+            one["extra"], reference["extra"]
+        ),
+        "scheduler and random state": lambda one: (
+            same(one["schedulers"], reference["schedulers"])
+            and same(one["random"]["torch"], reference["random"]["torch"])
+        ),
+    }
+    verdicts = []
+    for what, holds in parts.items():
+        equal = all(one.keys() == reference.keys() and holds(one) for one in broken)
+        verdicts.append(equal)
+        console.print(f"{what:32} {'identical, bit for bit' if equal else '[red]DIFFERENT[/red]'}")
+    return verdicts
 
 
 if __name__ == "__main__":

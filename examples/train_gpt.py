@@ -43,6 +43,7 @@ class GPT(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", required=True)
+    parser.add_argument("--strategy", default="snapshot", choices=["auto", "snapshot", "log", "replica"])
     parser.add_argument("--steps", type=int, default=240)
     arguments = parser.parse_args()
 
@@ -60,7 +61,7 @@ def main() -> None:
 
     run = everstep.guard(
         model, optimizer, loader, dir=arguments.dir, scheduler=scheduler,
-        extra={"losses": losses}, epochs=None, steps=arguments.steps,
+        extra={"losses": losses}, epochs=None, steps=arguments.steps, strategy=arguments.strategy,
     )  # fmt: skip
     for (batch,) in run:
         logits = model(batch[:, :-1])
