@@ -220,7 +220,8 @@ def _remarks(row: dict[str, Any]) -> str:
     said = []
     if "over_alone" in row:
         said.append(
-            f"{Stat(row['over_alone']).text(100)} % over the compressor alone, a flush every {row['half_ring']} records, so up to as many steps behind"
+            f"{Stat(row['over_alone']).text(100)} % over the compressor alone; a flush every {row['half_ring']} "
+            "records, so up to as many steps behind"
         )
     if row.get("replica"):
         replica = row["replica"]
@@ -234,9 +235,9 @@ def ranks_report(report: Report, found: dict[str, Any]) -> None:
     table = Table(
         "Bytes a step of TopK(0.01), over all ranks",
         ["ranks", "packed kB", "records kB", "of an Adam checkpoint", "residuals kB", "with residuals"],
-        note=f"DDP over gloo, {found['1']['parameters'] / MB:.1f}M parameters. Packed: indices and values, merged over ranks; records: all of them as "
-        "they lie on the disk, with the random state and scalars of each rank. Residuals are state of each rank: one "
-        "save of all of them over the records that gather before one.",
+        note=f"DDP over gloo, {found['1']['parameters'] / MB:.1f}M parameters. Packed: indices and values, merged over "
+        "ranks; records: all of them as they lie on the disk, with the random state and scalars of each rank. Residuals "
+        "are state of each rank: one save of all of them over the records that gather before one.",
     )
     shares = {}
     for world, row in found.items():

@@ -30,8 +30,8 @@ def test_the_gpu_part_of_the_log_bench_says_what_each_way_costs(tmp_path: Path) 
         assert not one["error"], one["error"]
         assert set(one["ways"]) == ways
         assert all(len(way["step_s"]) == 3 for way in one["ways"].values())
-        # A plain block between two of the log's is not seen by it; only a ring of four small slots may be full.
-        assert [trouble for trouble in one["troubles"] if "ring is full" not in trouble] == []
+        # A plain block between two of the log's is not seen by it: neither as steps without a cut, nor as other writes.
+        assert not any("twice" in said or "asynchronous" in said for said in one["troubles"])
         assert one["bytes"]["record"] > 0
         assert one["bytes"]["base"] > one["bytes"]["record"]
     assert kinds["topk"]["bytes"]["values"] > 0
