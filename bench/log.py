@@ -236,8 +236,8 @@ def ranks_report(report: Report, found: dict[str, Any]) -> None:
         "Bytes a step of TopK(0.01), over all ranks",
         ["ranks", "packed kB", "records kB", "of an Adam checkpoint", "residuals kB", "with residuals"],
         note=f"DDP over gloo, {found['1']['parameters'] / MB:.1f}M parameters. Packed: indices and values, merged over "
-        "ranks; records: all of them as they lie on the disk, with the random state and scalars of each rank. Residuals "
-        "are state of each rank: one save of all of them over the records that gather before one.",
+        "ranks; records: all of them as they lie on the disk, with the random state and scalars of each rank. "
+        "Residuals are state of each rank: one save of all of them over the records that gather before one.",
     )
     shares = {}
     for world, row in found.items():
