@@ -272,7 +272,7 @@ class Run:
             return
         if (self._capture.sealed_step or -1) < self._recorder.whole_since:
             self._capture.wait_sealed()  # records that follow a base are worth nothing before it is sealed
-        if self._recorder.recorded_step != self.step:
+        if self._recorder.cut_step != self.step:  # the last step is taken once more when a run ends
             self._recorder.cut(self.step, tree)
         if base or self._capture.base_step < self._recorder.whole_since or self._is_base_due():
             self._capture.cut(self.step, trees.encode(tree, "state"))

@@ -82,7 +82,8 @@ class Recorder:
         self._loose: list[tuple[int, int]] = []  # of the rest: how often each was written, and its digest at first
         self._looked = 0  # records whose gradients were compared with their packed form
         self.whole_since = resumed_from if resumed_from is not None else -1
-        self.recorded_step: int | None = resumed_from
+        self.recorded_step: int | None = resumed_from  # sealed
+        self.cut_step = -1  # the newest that was asked for
         self.stall_s = self.copy_s = 0.0  # that all records have cost the loop; that the newest took to leave a device
         self.update_s = self._update_s = self._began = 0.0  # that optimizers took in a step; of a device the launching
         for ring in left:
@@ -231,6 +232,7 @@ class Recorder:
             self.stall_s += time.perf_counter() - began
 
     def _cut(self, step: int, tree: dict[str, Any]) -> bool:
+        self.cut_step = step
         self._copier.raise_failure()
         self.update_s, self._update_s = self._update_s, 0.0
         calls, self._calls = list(self._calls.values()), {}
