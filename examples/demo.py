@@ -181,9 +181,8 @@ def report(failures: list[Failure], durable: int) -> None:
         lost, took = str(f.step - f.resumed_from), f"{f.resumed_at - f.killed_at:.1f} s"
         table.add_row(f.what, str(f.step), str(f.resumed_from), lost, took)
     console.print(table)
-    console.print(
-        f"before the reboot step {durable} was said to be durable; from its disk the run went on at {failures[-1].resumed_from}"
-    )
+    back = failures[-1].resumed_from
+    console.print(f"before the reboot step {durable} was durable; the disk alone gave back step {back}")
 
 
 def compare(kept: list[dict[str, Any]]) -> list[bool]:

@@ -19,7 +19,7 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -232,10 +232,14 @@ class Arena:
         free = [slot for slot in range(len(self.slots)) if slot not in barred]
         return min(free, key=lambda slot: seals[slot].sequence if slot in seals else -1, default=None)
 
-    def taken_slot(self) -> int | None:
-        """Of a ring: a slot whose record is on a medium, or that has none."""
+    def taken_slot(self, busy: Collection[int]) -> int | None:
+        """Of a ring: a slot whose record is on a medium, or that has none, and that is not busy being filled."""
         seals, taken = self.seals(), self.taken()
-        free = [slot for slot in range(len(self.slots)) if slot not in seals or seals[slot].step <= taken]
+        free = [
+            slot
+            for slot in range(len(self.slots))
+            if slot not in busy and (slot not in seals or seals[slot].step <= taken)
+        ]
         return min(free, key=lambda slot: seals[slot].sequence if slot in seals else -1, default=None)
 
     def unseal(self, slot: int) -> None:

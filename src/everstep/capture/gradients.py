@@ -73,6 +73,7 @@ class Recorder:
         self._form: Form | None = None
         self._newest = 1 if topology.world == 1 else 2  # steps whose values are never overwritten
         self._slot: int | None = None  # that the present step is recorded into
+        self._draining: set[int] = set()  # slots that earlier steps are still on their way to
         self._calls: dict[int, dict[str, Any]] = {}
         self._gap = _BEGINS  # why the present step cannot be recorded
         self._told = self._gap
@@ -152,7 +153,7 @@ class Recorder:
         return self._take_packed(form) if not self._calls and form.fields else ""
 
     def _open_slot(self, form: Form) -> None:
-        self._slot = form.record.arena.taken_slot()
+        self._slot = form.record.arena.taken_slot(self._draining)
         if self._slot is not None:
             form.record.arena.unseal(self._slot)
         if self._tap is not None:
@@ -258,6 +259,7 @@ class Recorder:
         early = form.record.mark_cut()
         large = self._take_large(form)
         job = partial(self._drain, form, slot, early, large, step, cut_time, payload)
+        self._draining.add(slot)
         if form.record.lanes:
             self._copier.submit(job)
         else:
@@ -345,6 +347,7 @@ class Recorder:
             self._seal(form.heavy[0], large, step, cut_time)
         copy_s += form.record.drain(slot, early, payload, self._copier)
         self._seal(form.record, slot, step, cut_time)
+        self._draining.discard(slot)
         self.recorded_step, self.copy_s = step, copy_s
 
     def _seal(self, sheet: Sheet, slot: int, step: int, cut_time: float) -> None:
