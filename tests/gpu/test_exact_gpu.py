@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -134,8 +135,14 @@ def compiled(directory: Path, die_at: int) -> dict[str, Any]:
     return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())])
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def nccl_with_one_rank(directory: Path, die_at: int) -> dict[str, Any]:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     everstep.init_process_group("nccl")
     model = nn.parallel.DistributedDataParallel(network())
     return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())])
@@ -156,7 +163,7 @@ def eight_bits(directory: Path, die_at: int) -> dict[str, Any]:
 
 
 def nccl_and_largest_gradients(directory: Path, die_at: int) -> dict[str, Any]:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29518"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     everstep.init_process_group("nccl")
     model = nn.parallel.DistributedDataParallel(network())
     return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())], compress=everstep.compress.TopK(0.05))
