@@ -9,6 +9,7 @@ Blocks of steps take turns in one process (bench/log_turns.py), so every ratio c
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import sys
 import tempfile
@@ -300,7 +301,7 @@ def main() -> None:
     if given.gpu and given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench/log.py --gpu needs a CUDA device, and torch sees none here.")
     where = "one GPU" if given.gpu else "a CPU"
-    command = " ".join(["python bench/log.py", *sys.argv[1:]])
+    command = " ".join(["python bench/log.py", *itertools.takewhile(lambda word: word != "--out", sys.argv[1:])])
     report = Report(title=f"Every step by the log, on {where}", command=command, machine=machine())
     (run_gpu if given.gpu else run_cpu)(given, report)
     report.save(given.out, "log-gpu" if given.gpu else "log-cpu")

@@ -194,7 +194,12 @@ def newest_log(tier: DiskTier, rank: int) -> LogRead | None:
     """The newest file of a rank that has records; ranks need not have begun theirs after the same step."""
     run = run_name(tier)
     there = [start for start in segments(tier) if log_name(start, rank) in tier.names(log_folder(start))]
-    found = [scan(tier, start, rank, run) for start in there]
+    found = []
+    for start in there:
+        try:
+            found.append(scan(tier, start, rank, run))
+        except FileNotFoundError:
+            continue  # the keeper has just let it go
     return next((log for log in reversed(found) if log.records), None)
 
 

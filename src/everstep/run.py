@@ -379,13 +379,14 @@ class Run:
 
     def _release(self, *, final: bool) -> None:
         self._closed = True
-        if self._recorder is not None:
-            self._recorder.close()
+        rings = self._recorder.close() if self._recorder is not None else []
         if self._compression is not None:
             self._compression.close()
         self._capture.close()
         self._copier.close()
         self._keeper.close(final=final)
+        for ring in rings if final and self._keeper.durable_base >= self.step else ():
+            ring.remove()  # the last base is on the disk: nobody needs records
         self._signals.give_back()
         if self._lock is not None:
             os.close(self._lock)

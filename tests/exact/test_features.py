@@ -14,8 +14,21 @@ from everstep.events import ChainEnded, Replayed, TapMoved, read_events
 Make = Callable[..., Stage]
 
 
-@pytest.mark.parametrize("strategy", ["snapshot", "log"])
-@pytest.mark.parametrize("name", ON_ONE_RANK)
+def some(names: list[str], every: int) -> list[object]:
+    """All of them in the soak, and some of them always."""
+    rest = pytest.mark.soak
+    return [name if i % every == 0 else pytest.param(name, marks=rest) for i, name in enumerate(names)]
+
+
+# Where data comes from does not depend on how state is kept.
+LOGGED = [name for name in ON_ONE_RANK if not name.startswith("data_")]
+BY_STRATEGY = [
+    *((name, "snapshot") for name in ON_ONE_RANK),
+    *((name, "log") if name in LOGGED else pytest.param(name, "log", marks=pytest.mark.soak) for name in ON_ONE_RANK),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), BY_STRATEGY)
 def test_killed_in_every_place_it_ends_with_the_same_bits(name: str, strategy: str, stage: Make) -> None:
     once, again = stage(name), stage(name, strategy=strategy)
     unbroken = once.play()
@@ -26,8 +39,16 @@ def test_killed_in_every_place_it_ends_with_the_same_bits(name: str, strategy: s
         assert finished.left_in_memory() == []
 
 
-@pytest.mark.parametrize("strategy", ["snapshot", "log"])
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+ON_TWO_BY_STRATEGY = [
+    (name, strategy)
+    if strategy == "snapshot" or not name.startswith("data_")
+    else pytest.param(name, strategy, marks=pytest.mark.soak)
+    for name in ON_TWO_RANKS
+    for strategy in ("snapshot", "log")
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), ON_TWO_BY_STRATEGY)
 def test_two_ranks_killed_one_at_a_time_end_with_the_same_bits(name: str, strategy: str, stage: Make) -> None:
     unbroken, again = stage(name).play(world=2), stage(name, strategy=strategy)
     assert differing(unbroken, again.play(ON_TWO, world=2)) == []
@@ -44,7 +65,7 @@ def test_killed_when_its_replica_is_as_new_it_ends_with_the_same_bits(name: str,
     assert differing(unbroken, again.play()) == [], "a finished run came back changed"
 
 
-@pytest.mark.parametrize("name", ON_ONE_RANK)
+@pytest.mark.parametrize("name", some(LOGGED, every=4))
 def test_rebooted_in_every_place_the_log_on_the_disk_gives_the_same_bits(name: str, stage: Make) -> None:
     unbroken, again = stage(name).play(), stage(name, strategy="log")
     assert differing(unbroken, again.play(EVERYWHERE, reboot=True, other_seeds=False, may_lose=1000)) == []

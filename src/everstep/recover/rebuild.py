@@ -18,7 +18,7 @@ from everstep.recover.replay import replay, subjects_of
 from everstep.topology import Topology
 from everstep.types import Piece
 
-_OF_RECORDS = ("calls", "digested", "threads")  # what a record's extras have and a base's have not
+OF_RECORDS = ("calls", "digested", "threads", "flushes")  # what a record's extras have and a base's have not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def rebuild(base: Checkpoint, chain: Chain) -> Rebuilt:
         torch.set_num_threads(threads)
     found = Checkpoint(
         step=chain.last.step, world=base.world, info=base.info, own=base.own, pieces=dict(base.pieces),
-        extras={key: value for key, value in chain.last.extras.items() if key not in _OF_RECORDS},
+        extras={key: value for key, value in chain.last.extras.items() if key not in OF_RECORDS},
     )  # fmt: skip
     for name, pieces in chain.last.pieces.items():
         found.pieces[name] = [(piece, part.clone()) for piece, part in pieces]
