@@ -174,7 +174,7 @@ class Watched:
         self.run.wait("durable", timeout=60)
         # Plain blocks write parameters behind the gates; the first captures would be found out of order by that.
         self.run._capture._cuts += _WATCHED_CUTS
-        self.run._capture._versions = None
+        self.run._capture._watched = None
 
 
 def half_a_ring(directory: Path) -> int:
