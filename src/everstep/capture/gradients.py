@@ -260,7 +260,7 @@ class Recorder:
         large = self._take_large(form)
         job = partial(self._drain, form, slot, early, large, step, cut_time, payload)
         self._draining.add(slot)
-        if form.record.lanes:
+        if form.record.leaves_later:
             self._copier.submit(job)
         else:
             job()
@@ -290,6 +290,7 @@ class Recorder:
         if form.heavy is None:
             return None
         sheet, values = form.heavy
+        self._copier.wait()  # the slot of the step before must be sealed, or it would be given away again
         held = sheet.arena.slot_of(sheet.arena.taken())
         slot = sheet.arena.free_slot(self._newest, {held} if held is not None else set())
         assert slot is not None

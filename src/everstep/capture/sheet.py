@@ -56,6 +56,11 @@ class Sheet:
             _pieces=pieces,
         )
 
+    @property
+    def leaves_later(self) -> bool:
+        """Whether a cut leaves anything for the copier thread to do."""
+        return bool(self.lanes)
+
     def targets(self, item: Share) -> list[Tensor]:
         """Where a piece goes, for every slot; the same for all of them where it lies on a device."""
         base = len(self.layout.header)

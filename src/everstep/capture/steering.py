@@ -15,7 +15,7 @@ import msgspec
 
 from everstep.capture.form import parameters_of
 from everstep.capture.gradients import Recorder
-from everstep.capture.layout import Subjects
+from everstep.capture.layout import Subjects, is_replicated
 from everstep.capture.snapshot import Capture
 from everstep.capture.update import kinds_of_device, why_no_replica
 from everstep.config import Settings
@@ -54,6 +54,8 @@ class Steering:
             now="log" if logs else "snapshot", may_choose=settings.strategy == "auto" and settings.mode != "disk",
             capture=settings.capture, durable=settings.disk.cadence, budget=settings.overhead_budget,
         )  # fmt: skip
+        # Ranks that do not wait for each other in every step may not wait for each other here either.
+        self._in_step = topology.world == 1 or all(map(is_replicated, subjects.models))
         self._told_interval: int | None = None
         self._told_strategy: Way | None = None
         self._steps: deque[float] = deque(maxlen=WINDOW)
@@ -94,7 +96,7 @@ class Steering:
 
     def decide(self, step: int, recorder: Recorder | None, base_write_s: float, record_write_s: float) -> bool:
         """Once in a while, look at what it has cost; True if it is time for a turn."""
-        if len(self._steps) < WINDOW:
+        if len(self._steps) < WINDOW or not self._in_step:
             return False
         measured = self._read(recorder, base_write_s, record_write_s)
         if self._settings.strategy == "snapshot":

@@ -1,0 +1,52 @@
+"""Records that are on their way while the next step is recorded, as those of a device are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everstep
+from everstep.capture.sheet import Sheet
+from everstep.events import Replayed, read_events
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lives import live, must_finish, run_directory, train_tiny
+
+
+def slowly(directory: Path, **options: Any) -> dict[str, Any]:
+    """A life whose records are sealed only after the next step has begun."""
+    drain = Sheet.drain
+
+    def later(sheet: Sheet, *arguments: Any) -> float:
+        time.sleep(0.03)
+        return drain(sheet, *arguments)
+
+    Sheet.leaves_later = property(lambda sheet: True)  # type: ignore[assignment, method-assign]
+    Sheet.drain = later  # type: ignore[method-assign]
+    return train_tiny(directory, strategy="log", steps=12, **options)
+
+
+@pytest.mark.parametrize("ratio", [None, 0.2], ids=["dense", "with residuals"])
+def test_a_slot_that_is_still_being_filled_is_not_given_away(ratio: float | None) -> None:
+    def compress() -> dict[str, Any]:
+        return {} if ratio is None else {"compress": everstep.compress.TopK(ratio)}
+
+    with run_directory() as one, run_directory() as two:
+        whole = must_finish(lambda: train_tiny(one, steps=12, **compress()))
+
+        def die_at_eight(run: everstep.Run) -> None:
+            time.sleep(0.05)  # the keeper empties the ring meanwhile
+            if run.step == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        assert live(lambda: slowly(two, at_step=die_at_eight, **compress())).killed
+        resumed = must_finish(lambda: slowly(two, **compress()))
+        assert resumed["resumed_from"] >= 6
+        assert resumed["digest"] == whole["digest"]
+        assert any(isinstance(event, Replayed) for event in read_events(two))
