@@ -55,15 +55,16 @@ def auto(
     def each(run: everstep.Run) -> None:
         time.sleep(COMPUTE_S)
         now[0] = run.step
-        seen.append((str(run.status()["strategy"]), len(rings_held())))
+        seen.append((str(run.status()["strategy"]), len(rings_held() - before)))
         at_step(run)
 
+    before = rings_held()
     Capture._copy = slowly  # type: ignore[method-assign]
     result = train_tiny(directory, each, steps=steps, strategy="auto", overhead_budget=0.6)
     return {**result, "seen": seen}
 
 
-def rings_held() -> list[str]:
+def rings_held() -> set[str]:
     """The rings whose memory this process, and a keeper inside it, still hold."""
     held = set()
     for descriptor in os.listdir("/proc/self/fd"):
@@ -71,7 +72,7 @@ def rings_held() -> list[str]:
             held.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent.name)
         except OSError:
             continue  # closed in this moment
-    return [name for name in held if "-log-" in name]
+    return {name for name in held if "-log-" in name}
 
 
 def undisturbed(steps: int = 150) -> str:
