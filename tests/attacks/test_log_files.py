@@ -31,7 +31,7 @@ from everstep.store.log import LogRead, log_name, read_log, segments
 from everstep.topology import Topology, node_name
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import forget_memory, live, must_finish, run_directory, run_of, train_log, train_tiny
+from lives import forget_memory, live, must_finish, run_directory, run_of, train_log
 
 LAST, STEPS = 13, 15
 SEGMENTS = {1: (2, 6), 6: (7, 10), 10: (11, 13)}  # start -> the steps in it
@@ -53,20 +53,18 @@ def doomed(directory: Path) -> dict[str, Any]:
 
 @cache
 def original() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="everstep-log-"), "run")
-    assert live(lambda: doomed(directory)).killed
-    forget_memory(directory)
-    tier = DiskTier(directory)
-    assert sorted(int(p.name[5:15]) for p in directory.glob("step-*.json")) == [5, 9]
-    found = {start: log_of(directory, start) for start in segments(tier)}
-    assert {start: (log.start + 1, log.last) for start, log in found.items()} == SEGMENTS
-    return directory
-
-
-@cache
-def undisturbed() -> str:
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory, steps=STEPS))["digest"])
+    """A run that died, in three segments; where the keeper cuts them depends on when a base is written."""
+    for _ in range(10):
+        directory = Path(tempfile.mkdtemp(prefix="everstep-log-"), "run")
+        assert live(lambda: doomed(directory)).killed
+        forget_memory(directory)
+        tier = DiskTier(directory)
+        assert sorted(int(p.name[5:15]) for p in directory.glob("step-*.json")) == [5, 9]
+        found = {start: log_of(directory, start) for start in segments(tier)}
+        if {start: (log.start + 1, log.last) for start, log in found.items()} == SEGMENTS:
+            return directory
+        shutil.rmtree(directory.parent)
+    raise AssertionError(f"no run ended with the segments {SEGMENTS}")
 
 
 @pytest.fixture(scope="module", autouse=True)

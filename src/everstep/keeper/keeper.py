@@ -366,12 +366,14 @@ class Keeper:
     def _take_records(self) -> None:
         before, sessions = self.durable_step, list(self._sessions.values())
         is_urgent = self._wanted > before or not any(session.alive for session in sessions)
+        found = [session.values for session in sessions if session.values is not None]
+        with self._writing_log:
+            self._logbook.hold_values(found, [session.ring for session in sessions if session.ring is not None])
         for session in sessions:
             with self._writing_log:
                 if session.ring is not None:
                     self._pace.take(session.ring, session.hello, is_urgent=is_urgent or session.ring_is_spent)
         with self._writing_log:
-            found = [session.values for session in sessions if session.values is not None]
             self._logbook.save_values(found, torch_version=sessions[0].hello.torch if sessions else "")
         if self.durable_step > before:
             self._tell_all(self._durable())

@@ -38,7 +38,8 @@ class Logbook:
     def __init__(self, tier: Tier, emit: Sink) -> None:
         self._tier, self._emit = tier, emit
         self._books: dict[int, _Book] = {}
-        self._values_step = -1  # the newest step whose values are on the medium, of all ranks here
+        self._values_step = -1  # the newest step whose values are on the medium, of all ranks here,
+        self._held = -1  # and the one whose values are to follow
 
     def open(self, hello: Hello) -> None:
         """A rank is there: what was passed over when it resumed goes, and its log is gone on with."""
@@ -143,17 +144,27 @@ class Logbook:
             return last
         return self._values_step if base <= self._values_step <= last else base
 
-    def save_values(self, found: list[Arena], *, torch_version: str) -> None:
-        """Make the newest step that all records here have reached one that can be stopped at."""
-        if not found or not all(a.rank in self._books and self._books[a.rank].has_values for a in found):
+    def hold_values(self, found: list[Arena], rings: list[Arena]) -> None:
+        """Before records are written: the newest values that those will have reached are not to be overwritten."""
+        self._held = -1
+        if not found or not rings or any(ring.rank not in self._books for ring in rings):
             return
-        reached = min(book.last for book in self._books.values())
         sealed = set.intersection(*({seal.step for seal in arena.seals().values()} for arena in found))
-        step = max((step for step in sealed if step <= reached), default=-1)
-        if step <= self._values_step:
+        for ring in rings:
+            recorded = {seal.step for seal in ring.seals().values()}
+            sealed = {step for step in sealed if step in recorded or step <= self._books[ring.rank].last}
+        step = max(sealed, default=-1)
+        if step > self._values_step:
+            self._held = step
+            for arena in found:
+                arena.set_taken(step)
+
+    def save_values(self, found: list[Arena], *, torch_version: str) -> None:
+        """After records were written: make the step whose values are held one that can be stopped at."""
+        step = self._held
+        if step <= self._values_step or any(book.last < step for book in self._books.values()):
             return
         for arena in found:
-            arena.set_taken(step)  # it is not overwritten while it is read
             slot = arena.slot_of(step)
             if slot is None or persist_part(
                 self._tier, arena, slot, torch_version=torch_version, folder=values_folder

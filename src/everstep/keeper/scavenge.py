@@ -56,10 +56,12 @@ def scavenge(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
     base = _scavenge_base(tier, arenas, run)
     rings = _rings(arenas)
     book = _book_of(tier, rings)
+    values = [arena for arena in arenas if arena.kind == "values"]
+    book.hold_values(values, rings)
     for ring in rings:
         while book.take(ring):
             continue  # every call takes as far as there is no gap
-    book.save_values([arena for arena in arenas if arena.kind == "values"], torch_version="")
+    book.save_values(values, torch_version="")
     return base if base is None else book.reach(base)
 
 
