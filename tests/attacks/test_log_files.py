@@ -67,6 +67,12 @@ def original() -> Path:
     raise AssertionError(f"no run ended with the segments {SEGMENTS}")
 
 
+@cache
+def undisturbed() -> str:
+    with run_directory() as directory:
+        return str(must_finish(lambda: train_tiny(directory, steps=STEPS))["digest"])
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _clean() -> Iterator[None]:
     yield
