@@ -31,7 +31,7 @@ from everstep.store.log import LogRead, log_name, read_log, segments
 from everstep.topology import Topology, node_name
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import forget_memory, live, must_finish, run_directory, run_of, train_log
+from lives import forget_memory, live, must_finish, run_directory, run_of, train_log, train_tiny
 
 LAST, STEPS = 13, 15
 SEGMENTS = {1: (2, 6), 6: (7, 10), 10: (11, 13)}  # start -> the steps in it
