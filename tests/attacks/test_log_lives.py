@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -96,8 +97,8 @@ def test_a_run_with_a_log_goes_on_without_one_and_with_one_again(reboot: bool) -
 
 
 def test_records_that_a_life_without_a_log_passed_over_are_never_followed() -> None:
-    """A record in the ring is lost, so that a life goes on from the step before it, by bases. Its bases must not be
-    followed by the records that the former life left."""
+    """A record is lost, from the ring and from the disk if it had come so far, so that a life goes on from the step
+    before it, by bases. Its bases must not be followed by the records that the former life left."""
     with run_directory() as directory:
         assert live(lambda: train_log(directory, die_at(4), records_a_base=8, tiers=SELDOM)).killed
         ring = next(a for a in find_arenas(arena_root(None), run_of(directory)) if a.kind == "log")
@@ -105,6 +106,8 @@ def test_records_that_a_life_without_a_log_passed_over_are_never_followed() -> N
         assert slot is not None and steps_in_memory(directory, "log") >= {3, 4}
         ring.unseal(slot)
         ring.close()
+        for log in directory.glob("log-*"):
+            shutil.rmtree(log)
         assert live(lambda: train_tiny(directory, die_at(3, lambda run: run.wait("sealed")), tiers=SELDOM)).killed
         assert everstep.open(directory).plan().step == 3, "a record of a life that was given up was followed"
         result = must_finish(lambda: train_log(directory, tiers=SELDOM))
