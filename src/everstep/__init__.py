@@ -3,7 +3,7 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events config image topology signals
+types errors events cadence tiers config image topology signals
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
@@ -38,8 +38,12 @@ _WHERE = {
     "open": "everstep.archive",
     "Archive": "everstep.archive",
     "init_process_group": "everstep.topology",
-    "Memory": "everstep.config",
-    "Disk": "everstep.config",
+    "Memory": "everstep.tiers",
+    "Disk": "everstep.tiers",
+    "Partner": "everstep.tiers",
+    "Parity": "everstep.tiers",
+    "Shared": "everstep.tiers",
+    "Objects": "everstep.tiers",
     "Keep": "everstep.config",
     "EverstepError": "everstep.errors",
 }
@@ -50,7 +54,11 @@ __all__ = [
     "EverstepError",
     "Keep",
     "Memory",
+    "Objects",
+    "Parity",
+    "Partner",
     "Run",
+    "Shared",
     "guard",
     "init_process_group",
     "open",
@@ -58,9 +66,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from everstep.archive import Archive, open
-    from everstep.config import Disk, Keep, Memory
+    from everstep.config import Keep
     from everstep.errors import EverstepError
     from everstep.run import Run, guard
+    from everstep.tiers import Disk, Memory, Objects, Parity, Partner, Shared
     from everstep.topology import init_process_group
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from everstep import topology
+from everstep.cadence import seconds
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
 from everstep.capture.compression import Compression
@@ -30,7 +31,7 @@ from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
 from everstep.capture.steering import Steering, followed
-from everstep.config import Disk, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
+from everstep.config import Keep, KeeperKind, Mode, Settings, Strategy, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.keeper.client import Answers, KeeperClient
@@ -41,6 +42,7 @@ from everstep.recover.state import State, as_list, stateful_list
 from everstep.recover.survey import Sources
 from everstep.signals import Signals
 from everstep.store import claim
+from everstep.tiers import Tier
 from everstep.types import Level
 
 
@@ -59,7 +61,7 @@ def guard(
     overhead_budget: float = 0.03,
     strategy: Strategy = "auto",
     compress: Compressor | None = None,
-    tiers: list[Memory | Disk] | None = None,
+    tiers: Sequence[Tier] | str | Path | None = None,
     keep: int | Keep = 2,
     strict: bool = True,
     mode: Mode = "host",
@@ -121,7 +123,7 @@ class Run:
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
         self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
-        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
+        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.tiers.memory.path)}:
             sign(folder, chosen.directory, self._emit)
         left, rings = self._sources().left_to(self._place.rank, self._place.world, is_followed=bool(self._followed))
         self._copier = Copier()
@@ -149,7 +151,7 @@ class Run:
     # -- beginning
 
     def _hello(self, generation: str, local: int) -> Hello:
-        keep, every, lose = self.settings.keep, self.settings.disk.cadence, self.settings.capture
+        keep, every, lose = self.settings.keep, self.settings.tiers.disk.cadence, self.settings.capture
         linger_s = self.settings.linger_s
         if self.settings.keeper == "inline":
             local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
@@ -162,7 +164,7 @@ class Run:
         )  # fmt: skip
 
     def _sources(self) -> Sources:
-        return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
+        return Sources(self.settings.directory, self._run, memory_path=self.settings.tiers.memory.path)
 
     def _begin_log(self, rings: list[Arena]) -> Recorder | None:
         """The rings of an earlier life are gone on with, or held until bases have taken their place."""

@@ -20,17 +20,20 @@ Length = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 
 
 class Level(enum.IntEnum):
-    """How far a checkpoint has climbed; each level includes the ones below it."""
+    """How far a checkpoint has climbed."""
 
     SEALED = 1  # complete in host memory: survives the death of the process
     DURABLE = 2  # committed on a disk: survives a reboot
+    PROTECTED = 3  # copied or encoded over several nodes: survives the loss of a node
+    SHARED = 4  # committed on the deepest tier: survives the loss of all nodes
 
     @classmethod
     def named(cls, name: str) -> Level:
         try:
             return cls[name.upper()]
         except KeyError:
-            raise ValueError(f"level must be 'sealed' or 'durable', not {name!r}") from None
+            known = ", ".join(repr(level.name.lower()) for level in cls)
+            raise ValueError(f"level must be one of {known}, not {name!r}") from None
 
 
 class Survives(enum.IntEnum):
@@ -129,7 +132,10 @@ class PartRef(Noun, frozen=True, kw_only=True):
 
 
 class Commit(Noun, frozen=True, kw_only=True):
-    """`step-0000001200.json`: the checkpoint exists because this file does."""
+    """`step-0000001200.json`: the checkpoint exists because this file does.
+
+    On a medium that only one node reads it lists that node's parts, and the checkpoint exists when all nodes' do.
+    """
 
     format: int
     run: RunName
@@ -187,7 +193,7 @@ class Attempt(Noun, frozen=True, kw_only=True):
     digest: str = ""
 
 
-Source = Literal["memory", "disk"]
+Source = Literal["memory", "partner", "disk", "parity", "shared", "objects"]  # the nearest first
 
 
 class Holding(Noun, frozen=True, kw_only=True):
@@ -203,6 +209,7 @@ class Holding(Noun, frozen=True, kw_only=True):
     cut_time: float
     checked: bool = True  # carries checksums
     replica: str = ""  # as the image says
+    everywhere: bool = False  # every node reads it for itself
 
 
 class Records(Noun, frozen=True, kw_only=True):
@@ -217,6 +224,7 @@ class Records(Noun, frozen=True, kw_only=True):
     bytes: int  # of one
     cut_time: float  # of the last
     has_values: bool = False  # a step that ends here also needs its values
+    everywhere: bool = False  # every node reads them for itself
 
 
 class Rejection(Noun, frozen=True, kw_only=True):

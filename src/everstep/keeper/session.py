@@ -11,8 +11,8 @@ from pathlib import Path
 
 import xxhash
 
+from everstep.cadence import Every
 from everstep.capture.arena import MEMFD, Arena
-from everstep.config import Every
 from everstep.errors import KeeperLost
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.logbook import Logbook
