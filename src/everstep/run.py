@@ -42,6 +42,7 @@ from everstep.recover.state import State, as_list, stateful_list
 from everstep.recover.survey import Sources
 from everstep.signals import Signals
 from everstep.store import claim
+from everstep.store.places import Places
 from everstep.tiers import Tier
 from everstep.types import Level
 
@@ -113,16 +114,19 @@ class Run:
         self._is_leaving = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
-        claim.make(chosen.directory)
+        self._places = Places.chosen(chosen.directory, chosen.tiers)
+        for path in filter(None, (self._places.directory, self._places.disk, self._places.shared)):
+            claim.make(Path(path))
+        is_common = claim.is_common(chosen.directory, self._place)
+        self._disk_is_common = claim.is_common(Path(self._places.disk), self._place) if self._places.disk else is_common
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
-        self._lock = claim.hold(chosen.directory, self._place)
-        self._run = claim.identity(chosen.directory, self._place, self._emit)
+        self._lock = claim.hold(chosen.directory, self._place, common=is_common)
+        self._run = claim.identity(self._places, self._place, self._emit, common=is_common)
         source = self._restore()
         self._generation = generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
-        nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
-        self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
+        self._keeper.open(self._hello(generation))
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.tiers.memory.path)}:
             sign(folder, chosen.directory, self._emit)
         left, rings = self._sources().left_to(self._place.rank, self._place.world, is_followed=bool(self._followed))
@@ -150,13 +154,15 @@ class Run:
 
     # -- beginning
 
-    def _hello(self, generation: str, local: int) -> Hello:
+    def _hello(self, generation: str) -> Hello:
         keep, every, lose = self.settings.keep, self.settings.tiers.disk.cadence, self.settings.capture
-        linger_s = self.settings.linger_s
+        linger_s, local = self.settings.linger_s, len(self._place.local_ranks)
+        ranks_here = tuple(range(self._place.world)) if self._disk_is_common else self._place.local_ranks
         if self.settings.keeper == "inline":
             local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
         return Hello(
-            rank=self._place.rank, world=self._place.world, local=local, pid=os.getpid(), run=self._run,
+            rank=self._place.rank, world=self._place.world, local=local, ranks_here=ranks_here, pid=os.getpid(),
+            run=self._run,
             directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
             lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
@@ -164,7 +170,7 @@ class Run:
         )  # fmt: skip
 
     def _sources(self) -> Sources:
-        return Sources(self.settings.directory, self._run, memory_path=self.settings.tiers.memory.path)
+        return Sources(self._places, self._run, is_common=self._disk_is_common)
 
     def _begin_log(self, rings: list[Arena]) -> Recorder | None:
         """The rings of an earlier life are gone on with, or held until bases have taken their place."""

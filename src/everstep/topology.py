@@ -80,7 +80,7 @@ def exchange(payload: bytes, topology: Topology) -> list[bytes]:
     import torch
     import torch.distributed as dist
 
-    device = _collective_device()
+    device = collective_device()
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(topology.world)]
     dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
     sizes = [int(length.item()) for length in lengths]
@@ -91,7 +91,8 @@ def exchange(payload: bytes, topology: Topology) -> list[bytes]:
     return [bytes(g[:n].cpu().numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
 
 
-def _collective_device() -> torch.device:
+def collective_device() -> torch.device:
+    """Where the backend takes tensors."""
     import torch
     import torch.distributed as dist
 

@@ -183,6 +183,17 @@ class RunRecord(Noun, frozen=True, kw_only=True):
     digest: str = ""
 
 
+class TiersRecord(Noun, frozen=True, kw_only=True):
+    """`tiers.json`: where else the bytes of a run lie."""
+
+    format: int
+    memory: str | None
+    disk: str  # empty: in the run's directory
+    shared: str  # empty: nowhere
+    objects: str
+    digest: str = ""
+
+
 class Attempt(Noun, frozen=True, kw_only=True):
     """`attempt.json`: somebody began to load this step and has not said how it went."""
 

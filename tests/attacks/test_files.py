@@ -486,7 +486,7 @@ def write_pair(directory: Path, steps: list[int]) -> str:
             assert flush.persist_part(tier, arena, slot, torch_version="") is not None
         arena.close()
     for step in steps:
-        assert flush.commit(tier, step, 2, "0" * 32)
+        assert flush.commit(tier, step, [0, 1], 2, "0" * 32)
     return name
 
 

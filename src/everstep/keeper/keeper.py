@@ -44,8 +44,8 @@ from everstep.keeper.protocol import (
 )
 from everstep.keeper.replica import Replicas
 from everstep.keeper.session import Leases, Session, cadence, check_all, give_up, newest_common, newest_replica
-from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
+from everstep.store.places import Places
 
 _TICK_S = 0.05
 _LOG_TICK_S = 0.02  # between two looks at the rings
@@ -58,7 +58,7 @@ class Keeper:
     def __init__(self, directory: Path, emit: Sink, *, inline: bool = False) -> None:
         """`inline`: a thread of the trainer, which waits for it; so it does not insist where a medium fails."""
         self._inline = inline
-        self.tier = DiskTier(directory)
+        self.tier = Places.written(directory).disk_tier()
         self._emit = emit
         self._sessions: dict[int, Session] = {}
         self._selector = selectors.DefaultSelector()
@@ -301,6 +301,7 @@ class Keeper:
 
     def _flush(self, step: int) -> None:
         sessions = self._ready()
+        hello = sessions[0].hello
         began = time.monotonic()
         leased = self._leases.ask_all(sessions, step)
         arenas = [session.replica if leased is None else session.arena for session in sessions]
@@ -323,7 +324,7 @@ class Keeper:
                 if part is None:
                     return
                 total, generation = total + part.bytes, part.generation
-            if not flush.commit(self.tier, step, sessions[0].hello.world, generation):
+            if not flush.commit(self.tier, step, hello.ranks_here, hello.world, generation):
                 return  # the last keeper to have its parts in place commits
         finally:
             for session, slot in zip(sessions, leased or [], strict=False):
@@ -339,7 +340,6 @@ class Keeper:
         if not any(session.alive for session in sessions):
             self._emit(Scavenged(step=step, ranks=tuple(session.hello.rank for session in sessions)))
         self._tell_all(self._durable())
-        hello = sessions[0].hello
         for gone in flush.retire(self.tier, Keep(last=hello.keep_last, every=hello.keep_every), hello.run):
             self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
         flush.clean(self.tier)

@@ -17,7 +17,7 @@ from everstep.image import FORMAT
 from everstep.keeper.flush import persist_part
 from everstep.keeper.protocol import Hello
 from everstep.store.log import LogWriter, cut_after, log_folder, log_name, rank_of, scan, segments
-from everstep.store.manifest import read_values_part, values_folder, values_steps
+from everstep.store.manifest import read_single_part, values_folder, values_steps
 from everstep.store.retain import spent_segments
 from everstep.store.tier import Tier
 from everstep.types import Frame
@@ -67,7 +67,9 @@ class Logbook:
         self._values_step = -1
         for step in values_steps(self._tier):
             try:
-                parts = [read_values_part(self._tier, step, rank, hello.run) for rank in range(hello.world)]
+                parts = [
+                    read_single_part(self._tier, step, rank, hello.run, values_folder) for rank in hello.ranks_here
+                ]
             except (EverstepError, FileNotFoundError):
                 continue
             after = hello.resumed_from is None or step > hello.resumed_from

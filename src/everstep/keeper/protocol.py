@@ -36,6 +36,7 @@ class Hello(Message, frozen=True, kw_only=True):
     rank: int
     world: int
     local: int
+    ranks_here: tuple[int, ...]  # whose parts lie on this node's disk: all, if every node sees it
     pid: int
     run: str
     directory: str

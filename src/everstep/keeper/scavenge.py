@@ -106,7 +106,7 @@ def _persist(tier: DiskTier, step: int, slots: list[tuple[Arena, int]]) -> None:
         if part is None:
             raise EverstepError(f"the arena of rank {arena.rank} is being written to; is the run alive?")
         generation = part.generation
-    flush.commit(tier, step, slots[0][0].world, generation)
+    flush.commit(tier, step, [arena.rank for arena, _ in slots], slots[0][0].world, generation)
 
 
 def _is_used(folder: Path, arenas: list[Arena]) -> bool:
