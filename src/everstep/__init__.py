@@ -11,8 +11,10 @@ capture/        off the device, without stopping it     layout arena copier shap
 capture/        what the optimizers consumed            digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
-store/          onto a medium, all or nothing           tier disk memory manifest frame log retain places claim
+store/          onto a medium, all or nothing           tier blocks disk memory manifest frame log retain
+store/          and whose it is                         places claim
 keeper/         out of the trainer's way                protocol logbook session flush pace scavenge keeper process
+keeper/         and with those of other nodes           rounds
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client

@@ -115,13 +115,10 @@ class Run:
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
         self._places = Places.chosen(chosen.directory, chosen.tiers)
-        for path in filter(None, (self._places.directory, self._places.disk, self._places.shared)):
-            claim.make(Path(path))
-        is_common = claim.is_common(chosen.directory, self._place)
-        self._disk_is_common = claim.is_common(Path(self._places.disk), self._place) if self._places.disk else is_common
+        claim.make(self._places)
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
-        self._lock = claim.hold(chosen.directory, self._place, common=is_common)
-        self._run = claim.identity(self._places, self._place, self._emit, common=is_common)
+        self._claim = claim.take(self._places, self._place, self._emit)
+        self._run = self._claim.run
         source = self._restore()
         self._generation = generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
@@ -157,7 +154,7 @@ class Run:
     def _hello(self, generation: str) -> Hello:
         keep, every, lose = self.settings.keep, self.settings.tiers.disk.cadence, self.settings.capture
         linger_s, local = self.settings.linger_s, len(self._place.local_ranks)
-        ranks_here = tuple(range(self._place.world)) if self._disk_is_common else self._place.local_ranks
+        ranks_here = tuple(range(self._place.world)) if self._claim.disk_is_common else self._place.local_ranks
         if self.settings.keeper == "inline":
             local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
         return Hello(
@@ -170,7 +167,7 @@ class Run:
         )  # fmt: skip
 
     def _sources(self) -> Sources:
-        return Sources(self._places, self._run, is_common=self._disk_is_common)
+        return Sources(self._places, self._run, is_common=self._claim.disk_is_common)
 
     def _begin_log(self, rings: list[Arena]) -> Recorder | None:
         """The rings of an earlier life are gone on with, or held until bases have taken their place."""
@@ -396,9 +393,7 @@ class Run:
         for ring in rings if final and self._keeper.durable_base >= self.step else ():
             ring.remove()  # the last base is on the disk: nobody needs records
         self._signals.give_back()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._claim.give_back()
 
     def __enter__(self) -> Self:
         return self

@@ -535,10 +535,11 @@ def test_a_commit_that_lists_fewer_ranks_is_not_believed(tmp_path: Path) -> None
     write_pair(tmp_path, [1, 2])
     path = step_file(tmp_path, 2, "commit")
     commit = decode(path.read_bytes(), Commit, tier="disk", file=path.name)
-    for lie in ({"parts": commit.parts[:1]}, {"parts": commit.parts[:1], "world": 1}):
-        path.write_bytes(encode(msgspec.structs.replace(commit, **lie)))
-        assert everstep.open(tmp_path).plan().step == 1
-        assert cli("verify", tmp_path)[0] == 4
+    path.write_bytes(encode(msgspec.structs.replace(commit, parts=commit.parts[:1])))
+    assert everstep.open(tmp_path).plan().step == 1, "the parts of one node of two were taken for a checkpoint"
+    path.write_bytes(encode(msgspec.structs.replace(commit, parts=commit.parts[:1], world=1)))
+    assert everstep.open(tmp_path).plan().step == 1
+    assert cli("verify", tmp_path)[0] == 4
 
 
 def vouch(directory: Path, step: int, rank: int) -> None:

@@ -156,7 +156,8 @@ def test_reading_commands_start_without_torch(words: str, killed_run: Path) -> N
 
 def test_the_public_names_are_these_and_each_resolves() -> None:
     documented = {
-        "guard", "Run", "open", "Archive", "init_process_group", "Memory", "Disk", "Keep", "EverstepError",
+        "guard", "Run", "open", "Archive", "init_process_group", "Memory", "Disk", "Partner", "Parity",
+        "Shared", "Objects", "Keep", "EverstepError",
     }  # fmt: skip
     assert set(everstep.__all__) == documented
     assert len(everstep.__all__) == len(documented)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,30 @@ from everstep.types import RunRecord
 _LOCK_PATIENCE_S = 5.0
 
 
-def is_common(directory: Path, place: Topology) -> bool:
+@dataclass(slots=True)
+class Claim:
+    """A run that is this job's, until it is given back or the process ends."""
+
+    run: str
+    disk_is_common: bool  # all nodes see the same disk
+    lock: int | None
+
+    def give_back(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+
+def take(places: Places, place: Topology, emit: Sink) -> Claim:
+    """Make a run this job's. All ranks must ask; RunHeld on all of them if it is another's."""
+    directory = Path(places.directory)
+    is_common = _is_common(directory, place)
+    disk_is_common = _is_common(Path(places.disk), place) if places.disk else is_common
+    lock = _hold(directory, place, common=is_common)
+    return Claim(_identity(places, place, emit, common=is_common), disk_is_common, lock)
+
+
+def _is_common(directory: Path, place: Topology) -> bool:
     """Whether all nodes see the same directory: rank 0 leaves a note there, and the others look for it."""
     if not place.has_many_nodes:
         return True
@@ -40,7 +64,7 @@ def is_common(directory: Path, place: Topology) -> bool:
     return b"0" not in seen
 
 
-def hold(directory: Path, place: Topology, *, common: bool) -> int | None:
+def _hold(directory: Path, place: Topology, *, common: bool) -> int | None:
     """Take the run for this job: a rank holds a lock that the kernel releases when it dies. All ranks hear of it.
 
     Where every node has a directory of its own, one rank of each.
@@ -102,14 +126,15 @@ def _has_open(path: Path) -> bool:
     return False
 
 
-def make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TierFailed(error.errno, f"the run's directory cannot be made: {error.strerror}", directory) from None
+def make(places: Places) -> None:
+    for directory in filter(None, (places.directory, places.disk, places.shared)):
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TierFailed(error.errno, f"the run's directory cannot be made: {error.strerror}", directory) from None
 
 
-def identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> str:
+def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> str:
     """The run's name, the same on every rank: what its directories say, else its deeper tiers, else a new one.
 
     A directory that was wiped is given the name again. All ranks raise if no name can be agreed on.
