@@ -13,7 +13,8 @@ capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier blocks disk memory manifest frame log retain
 store/          and whose it is                         places claim
-keeper/         out of the trainer's way                protocol logbook session flush pace scavenge keeper process
+keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
+keeper/         one a node, and its two writing hands   keeper base_writer record_writer
 keeper/         and with those of other nodes           rounds
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
