@@ -19,6 +19,7 @@ keeper/         and with those of other nodes           rounds
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client
+keeper/         with those of other nodes               wire rate peers peer_server
 # the road home: a byte returns
 recover/        back to the same step on every rank     shelf survey plan assemble carry chain state load
 recover/        by repeating what followed a base       gather replay resume export

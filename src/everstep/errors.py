@@ -12,6 +12,8 @@
     ├── TierFailed                     exit 7   also OSError: a medium refused
     │   └── NotEnoughSpace             exit 7
     ├── KeeperLost                     exit 8   also ConnectionError: the keeper cannot be reached or started
+    ├── PeerLost                       exit 8   also ConnectionError: another node's keeper does not answer
+    ├── PeerFailed                     exit 8   also RuntimeError: it answers that it could not
     └── BadConfig                      exit 2   also ValueError: an argument that cannot be right
 
 Each error carries the fields a program needs and a sentence a person can act on.
@@ -130,6 +132,25 @@ class NotEnoughSpace(TierFailed):
 
 class KeeperLost(EverstepError, ConnectionError):
     exit_code = 8
+
+
+class PeerLost(EverstepError, ConnectionError):
+    exit_code = 8
+
+    def __init__(self, node: str, address: str, asked: str, reason: str) -> None:
+        self.node, self.address, self.asked, self.reason = node, address, asked, reason
+        super().__init__(
+            f"the keeper of {node} at {address} is lost ({asked}: {reason}). "
+            "Is it alive, reachable from here, and of the same run?"
+        )
+
+
+class PeerFailed(EverstepError, RuntimeError):
+    exit_code = 8
+
+    def __init__(self, node: str, address: str, asked: str, reason: str) -> None:
+        self.node, self.address, self.asked, self.reason = node, address, asked, reason
+        super().__init__(f"the keeper of {node} at {address} could not do {asked}: {reason}")
 
 
 class ReplayedElsewhere(UserWarning):
