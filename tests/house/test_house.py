@@ -22,13 +22,15 @@ import everstep
 PACKAGE = Path(everstep.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 DECISIONS = "tune"  # beside the road, and asked by anybody on it
-ROAD = ("capture", "store", "keeper", "recover")  # in the order of travel
+ROAD = ("capture", "store", "protect", "keeper", "recover")  # in the order of travel
 DOORS = ("run", "archive")
 BESIDE = ("cli", "testing")
 GROUND = {path.stem for path in FILES if len(path.parts) == 1} - {"__init__", *DOORS, *BESIDE}
 PURE = (
     Path("recover/plan.py"),
     Path("store/retain.py"),
+    Path("protect/groups.py"),
+    Path("protect/stripes.py"),
     *(file for file in FILES if file.parts[0] == DECISIONS),
 )
 
