@@ -77,10 +77,12 @@ def made_up(count: int, length: int) -> list[Bytes]:
 def by_code(report: Report, rounds: int, far: bool) -> None:
     rows = []
     for width, losses in CODES:
+        longest = FAR_BYTES // width // BLOCKS[-1] * BLOCKS[-1] if far else BLOCKS[-1]
+        whole, rooms = made_up(width, longest), [np.zeros(longest, np.uint8) for _ in range(width + losses)]
         for block in BLOCKS:
-            length = FAR_BYTES // width // BLOCKS[-1] * BLOCKS[-1] if far else block
-            data, parity = made_up(width, length), [np.zeros(length, np.uint8) for _ in range(losses)]
-            into = [np.zeros_like(one) for one in data]
+            length = longest if far else block
+            data = [one[:length] for one in whole]
+            into, parity = ([room[:length] for room in part] for part in (rooms[:width], rooms[width:]))
             ways = {"copy": partial(copy, data, into, block), "parity": coded(data, parity, block)}
             found = rates(ways, width * length, rounds)
             share = Stat([b / a for a, b in zip(found["copy"].values, found["parity"].values, strict=True)])
@@ -185,9 +187,9 @@ def whole_flow(report: Report, rounds: int) -> None:
         rows.append([str(members), str(losses), *(stat.text() for stat in found.values())])
         report.data[f"flow, {members} members, {losses} losses"] = {way: s.values for way, s in found.items()}
     note = (
-        "`parity.encode` makes one member's parity file, `parity.rebuild` the data of one of as many lost members as can "
-        "be, both in chunks of 1 MiB. A read is a copy in memory, and that is most of the time: a member's parity takes "
-        "reading as many times its data as there are losses, its data as many times as a stripe has data blocks. "
+        "`parity.encode` makes one member's parity file, `parity.rebuild` the data of one of as many lost members as "
+        "can be, both in chunks of 1 MiB. A read is a copy in memory, and that is most of the time: a member's parity "
+        "takes reading as many times its data as there are losses, its data as many times as a stripe has data blocks. "
         "GB/s of that member's data."
     )
     headers = ["members", "losses", "np.copyto", "encode", "rebuild, all losses used"]
