@@ -77,8 +77,8 @@ def parity_groups(places: Iterable[NodePlace], *, size: int, losses: int) -> Div
 def partners(places: Iterable[NodePlace], *, copies: int) -> Partners:
     """`copies` other nodes for every node, in other domains than its own.
 
-    Every node holds as many copies as every other, where the domains allow it; where they allow more than one way to
-    that, the copies of a node are in different domains.
+    Every node holds as many copies as every other, where the domains leave room for it. Beyond that, copies of one in
+    different domains are preferred; where some are not, a warning says so.
     """
     domains = _domains(places)
     ring = _Ring(domains)
