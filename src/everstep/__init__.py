@@ -22,7 +22,7 @@ keeper/         and as new as the trainer               replica replica_image re
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client arrival
 # the road home: a byte returns
-recover/        back to the same step on every rank     shelf survey plan assemble carry chain state load
+recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          reach audit records rebuild
 # beside the road
