@@ -349,6 +349,21 @@ def test_an_encrypted_server_lets_no_unencrypted_asker_in_and_the_other_way_roun
         assert friend.ask(Count()).answer.text.startswith("0 ")
 
 
+@pytest.mark.parametrize("of_the_run", [True, False])
+def test_only_the_keys_of_the_run_pass_the_handshake(of_the_run: bool) -> None:
+    """A server's public key is no secret: whoever has it still needs that of the askers."""
+    secret = wire.Secret(SECRET, "b")
+    context: wire.Context = zmq.Context()
+    with node(encrypt=True) as to, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.curve_publickey, dealer.curve_secretkey = secret.curve("asker") if of_the_run else zmq.curve_keypair()
+        dealer.curve_serverkey, _ = secret.curve("server")
+        dealer.connect(f"tcp://{to.address}")
+        dealer.send(wire.write_head(Kind.HELLO, wire.nonce(), 0, secret.of_kind(Kind.HELLO)))
+        assert bool(dealer.poll(5000 if of_the_run else 700)) == of_the_run
+    context.term()
+
+
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="16 random bytes"):
         Peer("b", "127.0.0.1:1", b"short", ANSWERS)
