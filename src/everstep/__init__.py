@@ -11,7 +11,7 @@ capture/        off the device, without stopping it     layout arena copier shap
 capture/        what the optimizers consumed            digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
-store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
+store/          onto a medium, all or nothing           tier disk memory bucket objects manifest frame log retain claim
 keeper/         out of the trainer's way                protocol logbook session flush pace scavenge keeper process
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
