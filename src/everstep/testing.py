@@ -49,6 +49,8 @@ def check_tier(make: Maker, *, walk: bool = True) -> None:
             _apart(lambda check=check, folder=folder: check(make, Path(folder)))  # type: ignore[misc]
     for walk_through in (
         _a_put_killed_before_any_operation_is_all_or_nothing,
+        _a_rename_killed_before_any_operation_loses_nothing,
+        _a_folder_deleted_and_killed_before_any_operation_lists_no_torn_blob,
         _an_append_killed_before_any_operation_keeps_what_was_there,
         _a_cut_killed_before_any_operation_keeps_what_was_to_stay,
     ):
@@ -168,6 +170,59 @@ def _a_put_killed_before_any_operation_is_all_or_nothing(make: Maker, folder: Pa
             assert operation > 3, "the tier does not call `before` before its operations"
             return
     raise AssertionError("a put takes more than 200 operations")
+
+
+def _a_rename_killed_before_any_operation_loses_nothing(make: Maker, folder: Path) -> None:
+    blobs = {"small": _blob(100), "large": _blob(2 * CHUNK_BYTES + 100)}
+
+    def look(place: Path, operation: int, killed: bool) -> None:
+        survivor = make(place)
+        for name, data in blobs.items():
+            there = [where for where in ("old", "new") if f"{where}/{name}" in survivor.names(where)]
+            assert there, f"a rename killed before operation {operation} lost {name}"
+            for where in there:
+                assert survivor.get(f"{where}/{name}") == data, f"{name} is torn after a kill before {operation}"
+        if killed and survivor.names("old"):
+            survivor.rename_folder("old", "new")
+        assert survivor.names("old") == [] and survivor.names("new") == ["new/large", "new/small"]
+
+    _walk_folder(make, folder, blobs, lambda tier: tier.rename_folder("old", "new"), look)
+
+
+def _a_folder_deleted_and_killed_before_any_operation_lists_no_torn_blob(make: Maker, folder: Path) -> None:
+    blobs = {"small": _blob(100), "large": _blob(2 * CHUNK_BYTES + 100)}
+
+    def look(place: Path, operation: int, killed: bool) -> None:
+        survivor = make(place)
+        for name in survivor.names("old"):
+            assert survivor.get(name) == blobs[name.removeprefix("old/")], (
+                f"{name} is torn after a kill before {operation}"
+            )
+        assert killed or survivor.folders() == [], "a deleted folder is still listed"
+        survivor.delete_folder("old")
+        assert survivor.folders() == [], "leftovers of a folder cannot be deleted"
+
+    _walk_folder(make, folder, blobs, lambda tier: tier.delete_folder("old"), look)
+
+
+def _walk_folder(
+    make: Maker,
+    folder: Path,
+    blobs: dict[str, memoryview],
+    act: Callable[[Tier], None],
+    look: Callable[[Path, int, bool], None],
+) -> None:
+    """Kill what is done to the folder `old` before each of its operations, and look at what is left."""
+    for operation in range(200):
+        place = folder / f"walk-{operation}"
+        for name, data in blobs.items():
+            _apart(lambda: make(place).put(f"old/{name}", data))  # noqa: B023
+        killed = _killed_before(operation, lambda: make(place), act)  # noqa: B023
+        _apart(lambda: look(place, operation, killed))  # noqa: B023
+        if not killed:
+            assert operation > 0, "the tier does not call `before` before its operations"
+            return
+    raise AssertionError("it takes more than 200 operations")
 
 
 def _appends() -> list[list[memoryview]]:

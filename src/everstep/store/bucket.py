@@ -43,15 +43,15 @@ _NO_BUCKET = "there is no such bucket: create it, or correct the URL"
 _THROTTLED = "the store asks for fewer requests: write less often, or wait; it is tried again"
 _NOT_REACHED = "the store cannot be reached: is the endpoint right, and is it up? It is tried again"
 _NOT_ABLE = "this store lacks an operation that is needed, such as a put that refuses a name that is taken"
-# (words of the complaint, the error's number, the sentence); the first that is found counts
+# (words of the complaint, the error's number, the sentence); the first that is found counts. Complaints quote URLs, so
+# the words must be such as nobody calls a bucket.
 _SENTENCES = (
-    (("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist"), errno.ENODEV, _NO_BUCKET),
-    (("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity", "credential"),
+    (("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "specified bucket does not exist"), errno.ENODEV, _NO_BUCKET),
+    (("/latest/api/token", "/latest/meta-data/", "/computeMetadata/v1", "/metadata/identity/"),
      errno.EACCES, _NO_CREDENTIALS),
-    (("SlowDown", "429 Too Many", "503 Service", "ServerBusy"), errno.EBUSY, _THROTTLED),
-    (("403 Forbidden", "401 Unauthorized", "Permission denied"), errno.EACCES, _NOT_ALLOWED),
-    (("error sending request", "error decoding response", "HTTP error", "timed out", "504 Gateway"),
-     errno.EHOSTUNREACH, _NOT_REACHED),
+    (("<Code>SlowDown<", "status code: 429", "status code: 503"), errno.EBUSY, _THROTTLED),
+    (("status code: 401", "status code: 403", "Permission denied (os error"), errno.EACCES, _NOT_ALLOWED),
+    (("HTTP error: ", "status code: 502", "status code: 504"), errno.EHOSTUNREACH, _NOT_REACHED),
 )  # fmt: skip
 
 

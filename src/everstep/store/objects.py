@@ -264,11 +264,15 @@ class ObjectTier:
         if size <= _COPIED_BYTES:
             obstore.copy(self._store, key, to)
             return
-        pieces = (
-            memoryview(obstore.get_range(self._store, key, start=at, end=min(at + _PART_BYTES, size)))
-            for at in range(0, size, _PART_BYTES)
-        )
-        self._upload(to, size, pieces)
+
+        def pieces() -> Iterator[memoryview]:
+            with ThreadPoolExecutor(1) as pool:  # obstore cannot be asked by a thread that it asks for the next piece
+                for at in range(0, size, _PART_BYTES):
+                    end = min(at + _PART_BYTES, size)
+                    got = pool.submit(obstore.get_range, self._store, key, start=at, end=end)
+                    yield memoryview(got.result())
+
+        self._upload(to, size, pieces())
 
     def _remove(self, keys: list[str]) -> None:
         try:
