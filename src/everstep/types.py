@@ -53,6 +53,7 @@ class Traits(Noun, frozen=True, kw_only=True):
 
     survives: Survives
     shared: bool  # readable from every node
+    appends: bool  # whether a blob can grow and be cut; otherwise each is made once
 
 
 class Piece(Noun, frozen=True, kw_only=True, gc=False):
