@@ -7,7 +7,7 @@ types errors events cadence tiers config image topology signals
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
-capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
+capture/        off the device, without stopping it     layout arena life copier shape snapshot extras position
 capture/        what the optimizers consumed            digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
@@ -19,7 +19,7 @@ keeper/         one a node, and its two writing hands   keeper base_writer recor
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
-keeper/         and its end in the trainer              client
+keeper/         and its end in the trainer              client keeping
 # the road home: a byte returns
 recover/        back to the same step on every rank     shelf survey plan assemble carry chain state load
 recover/        by repeating what followed a base       gather replay resume export
