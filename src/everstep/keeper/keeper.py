@@ -202,7 +202,7 @@ class Keeper:
         self._generation = hello.generation
         sessions = self._roster.sessions
         for gone in [sessions.pop(rank) for rank in list(sessions) if rank >= hello.world]:
-            self._roster.overtaken += [arena for arena in (gone.arena, gone.ring, gone.replica) if arena is not None]
+            self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
         with self._logbook.writing:
             self._logbook.overtake(hello)
         for step in flush.set_aside(self._tier, hello.resumed_from, hello.run, hello.generation):

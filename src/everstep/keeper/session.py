@@ -15,7 +15,7 @@ from everstep.capture.arena import MEMFD, Arena
 from everstep.errors import KeeperLost
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.logbook import Logbook
-from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer, find_runtime_folder, leave
+from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer, Release, find_runtime_folder, leave
 
 _LEASE_TIMEOUT_S = 5.0
 TICK_S = 0.05
@@ -55,7 +55,9 @@ class Session:
     def take_in(self, ring: Arena | None, logbook: Logbook) -> None:
         """A ring follows another, or none: what is left in that one goes to the disk first."""
         if ring is not None and ring.kind == "values":
-            self.values = ring
+            before, self.values = self.values, ring
+            if before is not None:
+                before.close()
             return
         before, self.ring, self.ring_is_spent = self.ring, ring, False
         try:
@@ -94,7 +96,7 @@ def _lease(session: Session, step: int) -> int | None:
         slot = session.arena.slot_of(step)
     else:
         while not session.answers.empty():
-            session.answers.get_nowait()  # late answers of an earlier question
+            _give_back(session, session.answers.get_nowait())
         session.tell(Lease(step=step))
         slot = _await_answer(session, step)
     if slot is not None:
@@ -111,7 +113,14 @@ def _await_answer(session: Session, step: int) -> int | None:
             continue
         if answer.step == step:
             return answer.slot
+        _give_back(session, answer)
     return None
+
+
+def _give_back(session: Session, late: LeaseAnswer) -> None:
+    """An answer to an earlier question, for which nobody waits any more."""
+    if late.slot is not None:
+        session.tell(Release(slot=late.slot))
 
 
 def give_up(arena: Arena) -> None:
