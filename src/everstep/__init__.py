@@ -16,10 +16,11 @@ store/          and whose it is                         places claim
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
 keeper/         one a node, and its two writing hands   keeper base_writer record_writer
-keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange
+keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange fleet
+keeper/         beyond this node, a lane each           lane deeper partners parity_work
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
-keeper/         and its end in the trainer              client keeping
+keeper/         and its end in the trainer              client arrival keeping
 # the road home: a byte returns
 recover/        back to the same step on every rank     shelf survey plan assemble carry chain state load
 recover/        by repeating what followed a base       gather replay resume export

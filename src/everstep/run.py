@@ -30,9 +30,10 @@ from everstep.capture.steering import followed
 from everstep.config import Keep, KeeperKind, Mode, Settings, Strategy, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
+from everstep.keeper.arrival import arrive, check
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.keeping import Keeping
-from everstep.keeper.protocol import Hello, runtime_folder
+from everstep.keeper.protocol import runtime_folder
 from everstep.keeper.scavenge import sign
 from everstep.recover.resume import resume
 from everstep.recover.state import State, as_list, stateful_list
@@ -108,6 +109,7 @@ class Run:
         self._closed = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
+        check(chosen, self._place)
         self._places = Places.chosen(chosen.directory, chosen.tiers)
         claim.make(self._places)
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
@@ -117,7 +119,10 @@ class Run:
         generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
-        self._keeper.open(self._hello(generation))
+        arrive(
+            self._keeper, chosen, self._place, self._claim, generation=generation, resumed_from=self.resumed_from,
+            replica=self._followed,
+        )  # fmt: skip
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.tiers.memory.path)}:
             sign(folder, chosen.directory, self._emit)
         left, rings = self._sources().left_to(self._place.rank, self._place.world, is_followed=bool(self._followed))
@@ -140,21 +145,6 @@ class Run:
         )
 
     # -- beginning
-
-    def _hello(self, generation: str) -> Hello:
-        keep, every, lose = self.settings.keep, self.settings.tiers.disk.cadence, self.settings.capture
-        linger_s, local = self.settings.linger_s, len(self._place.local_ranks)
-        ranks_here = tuple(range(self._place.world)) if self._claim.disk_is_common else self._place.local_ranks
-        if self.settings.keeper == "inline":
-            local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
-        return Hello(
-            rank=self._place.rank, world=self._place.world, local=local, ranks_here=ranks_here, pid=os.getpid(),
-            run=self._run, directory=str(self.settings.directory), generation=generation,
-            resumed_from=self.resumed_from,
-            every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
-            lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
-            torch=str(torch.__version__), replica=self._followed,
-        )  # fmt: skip
 
     def _sources(self) -> Sources:
         return Sources(self._places, self._run, is_common=self._claim.disk_is_common)
@@ -254,7 +244,15 @@ class Run:
         captured = self._keeping.kept_step
         if wanted is Level.SEALED or captured is None:
             return True
-        return self._keeper.wait_durable(captured, timeout)
+        self._check_level(wanted)
+        return self._keeper.wait_for(wanted, captured, timeout)
+
+    def _check_level(self, wanted: Level) -> None:
+        tiers = self.settings.tiers
+        if wanted is Level.SHARED and not tiers.deeper:
+            raise BadConfig("nothing is ever 'shared' without tiers=[Shared(...)] or tiers=[Objects(...)]")
+        if wanted is Level.PROTECTED and (tiers.protection is None or not self._place.has_many_nodes):
+            raise BadConfig("nothing is ever 'protected' without several nodes and tiers=[Partner()] or [Parity(...)]")
 
     def status(self) -> dict[str, object]:
         """Where the run stands, as plain data."""
@@ -288,6 +286,8 @@ class Run:
                 self._keeping.take(self.step, base=True)
                 self._capture.wait_sealed()
                 self._keeper.wait_durable(self.step, None, as_base=True)
+                if self.settings.tiers.deeper:
+                    self._keeper.wait_for(Level.SHARED, self.step, None)
                 self._capture.let_go()
         finally:
             self._release(final=self._finished)

@@ -159,6 +159,11 @@ class Tiers:
     shared: Shared | None = None
     objects: Objects | None = None
 
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        chosen = (self.memory, self.disk, self.protection, self.shared, self.objects)
+        return ", ".join(repr(tier) for tier in chosen if tier is not None)
+
     @property
     def deeper(self) -> tuple[Deeper, ...]:
         """From the nearest to the deepest."""

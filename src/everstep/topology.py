@@ -67,6 +67,18 @@ def domain_name() -> str:
     return _named("EVERSTEP_DOMAIN", os.environ.get("EVERSTEP_DOMAIN") or node_name())
 
 
+def own_address() -> str:
+    """Where other nodes find this one: EVERSTEP_ADDRESS, else the address from which it reaches MASTER_ADDR."""
+    given = os.environ.get("EVERSTEP_ADDRESS")
+    if given:
+        return given
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, kind, protocol, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)  # sends nothing: the kernel only chooses a route
+        return str(probe.getsockname()[0])
+
+
 def _named(variable: str, name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", name):
         raise BadConfig(f"{variable} must be a name of letters, digits, '.', '_' and '-', not {name!r}")

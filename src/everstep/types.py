@@ -174,6 +174,43 @@ class Frame(Noun, frozen=True, kw_only=True):
         return sum(length for _, length in self.ranges)
 
 
+class ParityPart(Noun, frozen=True, kw_only=True):
+    """One rank's part of a base that parity was made of: its checksums prove what is rebuilt."""
+
+    rank: Rank
+    bytes: Length
+    cut_time: float
+    chunks: tuple[int, ...]
+
+
+class ParityMember(Noun, frozen=True, kw_only=True):
+    """One node of a parity group: its data are the images of its ranks, one after the other."""
+
+    node: str
+    parts: tuple[ParityPart, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+
+class ParityRecord(Noun, frozen=True, kw_only=True):
+    """`parity-0000001200/member-00003.json`: what the parity beside it is made of."""
+
+    format: int
+    run: RunName
+    generation: str
+    step: Step
+    world: World
+    losses: int
+    member: int  # whose parity this is, in `members`
+    members: tuple[ParityMember, ...]
+    bytes: int
+    chunk_bytes: int
+    chunks: tuple[int, ...]  # of the parity itself
+    digest: str = ""
+
+
 class RunRecord(Noun, frozen=True, kw_only=True):
     """`run.json`: the identity of a run directory."""
 

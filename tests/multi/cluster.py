@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from lives import digest
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import everstep
@@ -46,7 +45,7 @@ def train(directory: Path, at_step: AtStep, *, steps: int = STEPS, wide: int = 3
     """What every rank does; the batches are the same for any number of ranks that divides eight."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, 3)))
+    model = nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(96, 8, generator=generator), torch.randint(0, 3, (96,), generator=generator))
@@ -61,6 +60,8 @@ def train(directory: Path, at_step: AtStep, *, steps: int = STEPS, wide: int = 3
     for x, y in run:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

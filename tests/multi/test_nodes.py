@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import STEPS, Cluster, die_at, results
 
+from everstep import Parity, Partner
+
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Any]:
@@ -53,3 +55,15 @@ def test_nodes_with_directories_of_their_own_go_on_together(rebooted: bool, clus
     assert [one["resumed_from"] for one in ended] == [5, 5]
     assert {one["state"] for one in ended} == {undisturbed(1, 1)}
     assert ended[0]["step"] == STEPS
+
+
+@pytest.mark.parametrize("scheme", ["partner", "xor", "rs"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_is_made_good_by_the_others(lost: int, scheme: str, cluster: Any, undisturbed: Any) -> None:
+    tiers = {"partner": [Partner()], "xor": [Parity("xor")], "rs": [Parity("rs", losses=2)]}[scheme]
+    nodes = cluster(1, 1, 1, 1, tiers=tiers)
+    nodes.live(die_at(5, level="protected"))
+    nodes.lose(nodes.nodes[lost])
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [5] * 4
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, 1, 1)}

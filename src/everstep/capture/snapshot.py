@@ -259,7 +259,7 @@ class Capture:
             self._left.remove(fitting[0])
             fitting[0].adopt(layout)
             return self._use(fitting[0])
-        slots = self._life.settings.tiers.memory.slots or self._life.newest + 2
+        slots = self._life.settings.tiers.memory.slots or self._slots()
         if slots <= self._life.newest:
             raise BadConfig(
                 f"Memory(slots={slots}) is too few for several ranks: each keeps its newest two; use 3 or 4"
@@ -271,6 +271,12 @@ class Capture:
             )
             self._life.emit(Degraded(what="captures die with this process", reason=reason))
         return self._use(arena)
+
+    def _slots(self) -> int:
+        """One is written, the newest stay, and everybody who reads one for long has one."""
+        tiers = self._life.settings.tiers
+        readers = 1 + len(tiers.deeper) + (tiers.protection is not None and self._life.topology.has_many_nodes)
+        return 1 + self._life.newest + readers
 
     def _use(self, arena: Arena) -> Arena:
         self._arena = arena

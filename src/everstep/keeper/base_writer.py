@@ -13,9 +13,10 @@ from everstep.errors import Damaged
 from everstep.events import Degraded, Persisted, Rejected, Retired, Scavenged, Sink
 from everstep.keeper import flush
 from everstep.keeper.logbook import Logbook
-from everstep.keeper.protocol import Hello, Release, Trouble
+from everstep.keeper.protocol import Hello, Trouble
 from everstep.keeper.replica import Replicas
 from everstep.keeper.roster import Roster
+from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.session import TICK_S, Session, lease_all
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
@@ -38,6 +39,8 @@ class BaseWriter:
         self._asked = threading.Event()
         self._retry_at = 0.0
         self.failures = 0  # in a row
+        self.appointed: Callable[[], Order] | None = None  # where all nodes write the same step, which one
+        self._missed = NONE
 
     def ask(self) -> None:
         """Somebody waits: do not sleep a whole tick, nor after a failure."""
@@ -70,10 +73,20 @@ class BaseWriter:
         if not sessions or newest is None or newest <= base or time.monotonic() < self._retry_at:
             return None
         hello = sessions[0].hello
+        if self.appointed is not None and any(s.alive for s in sessions):
+            return self._appointed(self.appointed())
         if self._is_waited_for(sessions) or hello.every_capture or not any(s.alive for s in sessions):
             return newest
         every = _cadence(hello, self.took_s)
         return newest if every.due(newest, time.monotonic(), base if base >= 0 else None, self._last_at) else None
+
+    def _appointed(self, order: Order) -> int | None:
+        """The first base at or after the step that all nodes write next."""
+        return self._roster.first_base(order.step) if order.step > self._wrote else None
+
+    def status(self) -> Lane:
+        """How far this node's disk is, for the others."""
+        return Lane(done=self._wrote, reach=self._logbook.reach(), seconds=max(0.0, self.took_s))
 
     def _is_waited_for(self, sessions: list[Session]) -> bool:
         """Whether somebody waits for what only a base can give."""
@@ -100,7 +113,7 @@ class BaseWriter:
         finally:
             for session, slot in zip(sessions, leased or [], strict=False):
                 if slot is not None:
-                    self._release(session, slot)
+                    self._roster.give_back(session, slot)
         if size is None:
             return
         self._logbook.base = self._wrote = step
@@ -136,13 +149,6 @@ class BaseWriter:
         # The last keeper to have its parts in place commits.
         hello = sessions[0].hello
         return size if flush.commit(self._tier, step, hello.ranks_here, hello.world, generation) else None
-
-    def _release(self, session: Session, slot: int) -> None:
-        """To whoever holds that rank now: a lease may outlive the trainer that granted it."""
-        current = self._roster.sessions.get(session.hello.rank, session)
-        session.leased.discard(slot)
-        current.leased.discard(slot)
-        current.tell(Release(slot=slot))
 
     def _retire(self, hello: Hello) -> None:
         """Let go what the newest base makes needless."""

@@ -20,7 +20,7 @@ from everstep.keeper.peer_server import Reply
 from everstep.keeper.peers import Answer, Ask, Peer
 from everstep.keeper.rounds import Orders, Report
 from everstep.store.disk import DiskTier, Incoming
-from everstep.types import Survey, Survives, Traits
+from everstep.types import ParityPart, Survey, Survives, Traits
 
 # -- what is asked
 
@@ -29,13 +29,6 @@ class Tell(Ask, frozen=True, kw_only=True):
     """To the node that appoints steps; answered by Told."""
 
     report: Report
-
-
-class Moved(Ask, frozen=True, kw_only=True):
-    """A keeper took the place of another: this is where it is to be found from now on."""
-
-    node: str
-    address: str
 
 
 class Leave(Ask, frozen=True, kw_only=True):
@@ -54,7 +47,7 @@ class ReadImage(Ask, frozen=True, kw_only=True):
 
 
 class AskHeld(Ask, frozen=True, kw_only=True):
-    """What a node holds of a step; answered by Held."""
+    """What a node holds of a step for a round; answered by HeldParts."""
 
     step: int
 
@@ -93,24 +86,15 @@ class Told(Answer, frozen=True, kw_only=True):
     orders: Orders
 
 
-class HeldPart(msgspec.Struct, frozen=True, kw_only=True):
-    rank: int
-    bytes: int
-    cut_time: float
-    generation: str
-    chunks: tuple[int, ...]  # its checksums
-
-
 class HeldParts(Answer, frozen=True, kw_only=True):
-    step: int
-    parts: tuple[HeldPart, ...]
+    parts: tuple[ParityPart, ...]
 
 
 class Surveyed(Answer, frozen=True, kw_only=True):
     survey: Survey
 
 
-AnyAsk = Tell | Moved | Leave | ReadImage | AskHeld | AskSurvey | TierAsk
+AnyAsk = Tell | Leave | ReadImage | AskHeld | AskSurvey | TierAsk
 AnyAnswer = Done | No | Told | HeldParts | Surveyed
 ASKS: msgspec.msgpack.Decoder[AnyAsk] = msgspec.msgpack.Decoder(AnyAsk)
 ANSWERS: msgspec.msgpack.Decoder[AnyAnswer] = msgspec.msgpack.Decoder(AnyAnswer)

@@ -15,13 +15,17 @@ import selectors
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from everstep.capture.arena import MEMFD, Arena
+from everstep.config import Keep
 from everstep.errors import KeeperLost
 from everstep.events import Degraded, Retired, Sink
 from everstep.keeper import flush
 from everstep.keeper.base_writer import BaseWriter
+from everstep.keeper.deeper import DeeperWork, forget_guests
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
@@ -34,6 +38,7 @@ from everstep.keeper.protocol import (
     Hello,
     Inherit,
     Inherited,
+    Join,
     LeaseAnswer,
     Persist,
     StopAt,
@@ -45,7 +50,12 @@ from everstep.keeper.replica import Replicas
 from everstep.keeper.roster import Roster
 from everstep.keeper.session import TICK_S, Session, check_all, give_up
 from everstep.store.manifest import committed_steps
-from everstep.store.places import Places
+from everstep.store.places import Places, guest_tier
+from everstep.tiers import Tiers, gather, parse
+from everstep.topology import node_name
+
+if TYPE_CHECKING:
+    from everstep.keeper.fleet import Fleet
 
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
@@ -59,12 +69,15 @@ class Keeper:
         self._tier = Places.written(directory).disk_tier()
         self._selector = selectors.DefaultSelector()
         self._generation = ""
+        self._has_many_nodes = False
         self._roster = Roster()
         self._logbook = Logbook(self._tier, emit)
         self._logbook.base = self._newest_committed()
         self._replicas = Replicas(directory, emit, self._roster, self._selector)
         self._records = RecordWriter(self._logbook, self._roster, emit, self._announce)
         self._bases = BaseWriter(self._tier, self._roster, self._logbook, self._replicas, emit, self._announce)
+        self._directory = directory
+        self._fleet: Fleet | None = None
         self._ending = threading.Event()
         self._threads = [
             threading.Thread(target=self._bases.work, args=(self._ending,), name="everstep-flush", daemon=True),
@@ -76,9 +89,14 @@ class Keeper:
         return max(committed_steps(self._tier), default=-1)
 
     def _durable(self) -> Durable:
+        step, base, levels = self._logbook.reach(), self._logbook.base, dict[str, int]()
+        if self._fleet is not None:
+            disk = self._fleet.order("disk")
+            levels = self._fleet.levels()
+            if self._has_many_nodes:
+                step, base = min(step, disk.reach), min(base, disk.complete)
         return Durable(
-            step=self._logbook.reach(), base=self._logbook.base, base_write_s=self._bases.took_s,
-            record_write_s=self._records.flush_s,
+            step=step, base=base, base_write_s=self._bases.took_s, record_write_s=self._records.flush_s, **levels
         )  # fmt: skip
 
     def _announce(self) -> None:
@@ -102,6 +120,8 @@ class Keeper:
         self._records.asked.set()
         for thread in self._threads:
             thread.join()
+        if self._fleet is not None:
+            self._fleet.close()
         self._replicas.end()
         self._remove_spent_arenas()
 
@@ -155,12 +175,18 @@ class Keeper:
                     session.answers.put(message)
             case Persist():
                 self._roster.want(message.step, as_base=message.as_base)
+                if self._fleet is not None:
+                    self._fleet.want(message.level, message.step)
                 self._bases.ask()
                 self._records.asked.set()
                 if self._logbook.reach() >= message.step:
                     channel.send(self._durable())
             case StopAt():
                 self._roster.tell(message)
+                if self._fleet is not None:
+                    self._fleet.pass_on(message.step)
+            case Join() if session is not None:
+                self._join(message, session.hello)
             case Inherit():
                 known = [a for s in self._roster.all() for a in (*s.outgrown, *s.arenas())]
                 held = [a for a in known if a.place == MEMFD]
@@ -195,7 +221,8 @@ class Keeper:
             except OSError:
                 session.watcher = -1  # the socket alone will tell
         self._replicas.follow(session)
-        channel.send(Welcome(leased=tuple(session.leased)))
+        address = self._fleet.address if self._fleet is not None else ""
+        channel.send(Welcome(leased=tuple(session.leased), address=address))
 
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
@@ -208,6 +235,33 @@ class Keeper:
         for step in flush.set_aside(self._tier, hello.resumed_from, hello.run, hello.generation):
             self._emit(Retired(step=step, reason=f"newer than step {hello.resumed_from}, from which the run went on"))
         self._logbook.base = self._newest_committed()
+        self._has_many_nodes = bool(hello.secret)
+        if self._fleet is not None:
+            self._fleet.close()
+        self._fleet = None
+        tiers = gather(parse(hello.tiers, "Hello"))
+        if hello.secret or tiers.deeper:
+            self._fleet = self._make_fleet(hello, tiers)
+
+    def _make_fleet(self, hello: Hello, tiers: Tiers) -> Fleet:
+        from everstep.keeper.fleet import Fleet  # needs a package that one node alone does not
+
+        guests = guest_tier(hello.run, tiers.memory.path)
+        forget_guests(guests, hello)
+        fleet = Fleet(hello, node_name(), tiers, self._roster, guests, self._emit, self._announce)
+        fleet.leave_at = lambda step: self._roster.tell(StopAt(step=step))
+        return fleet
+
+    def _join(self, message: Join, hello: Hello) -> None:
+        if self._fleet is None or self._fleet.has_joined:
+            return
+        keep, is_first = Keep(last=hello.keep_last, every=hello.keep_every), message.members[0].node == node_name()
+        deeper = [
+            DeeperWork(name, tier, keep, hello.run, self._emit, retires=is_first)
+            for name, tier in Places.written(self._directory).deeper_tiers().items()
+        ]
+        self._bases.appointed = partial(self._fleet.order, "disk") if self._has_many_nodes else None
+        self._fleet.join(message.members, list(deeper), self._bases.status if self._has_many_nodes else None)
 
     def _lose(self, session: Session) -> None:
         if session.watcher >= 0:

@@ -7,7 +7,7 @@ import time
 
 from everstep.capture.arena import Arena
 from everstep.keeper.protocol import AnyMessage
-from everstep.keeper.session import Session
+from everstep.keeper.session import Session, give_back
 
 _MANY_NODES_STRIDE = 50
 
@@ -40,9 +40,27 @@ class Roster:
         found = (_newest_base(sessions, self.wanted), _newest_replica(sessions))
         return max((step for step in found if step is not None), default=None)
 
+    def newest_of_life(self) -> int | None:
+        """The newest step that all local ranks have sealed themselves, in the present life."""
+        return max(self._of_life(), default=None)
+
+    def first_base(self, wanted: int) -> int | None:
+        """The first step from `wanted` on that all local ranks have sealed themselves, in the present life."""
+        return min((step for step in self._of_life() if step >= wanted), default=None)
+
+    def _of_life(self) -> list[int]:
+        sessions = self.ready()
+        sealed = [_sealed(session.arena) for session in sessions if session.arena is not None]
+        common = set.intersection(*sealed) if sealed else set()
+        return [step for step, life in common if life == sessions[0].hello.generation]
+
     def newest_base(self) -> int | None:
         """The newest step that all local ranks have sealed themselves."""
         return _newest_base(self.ready(), self.wanted)
+
+    def give_back(self, session: Session, slot: int) -> None:
+        """To whoever holds that rank now: a lease may outlive the trainer that granted it."""
+        give_back(self.sessions.get(session.hello.rank, session), slot)
 
     def want(self, step: int, *, as_base: bool) -> None:
         self.wanted = max(self.wanted, step)

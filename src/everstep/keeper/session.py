@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,16 @@ from everstep.capture.arena import MEMFD, Arena
 from everstep.errors import KeeperLost
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.logbook import Logbook
-from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer, Release, find_runtime_folder, leave
+from everstep.keeper.protocol import (
+    AnyMessage,
+    Channel,
+    Hello,
+    Lease,
+    LeaseAnswer,
+    Release,
+    find_runtime_folder,
+    leave,
+)
 
 _LEASE_TIMEOUT_S = 5.0
 TICK_S = 0.05
@@ -34,7 +44,8 @@ class Session:
     values: Arena | None = None
     ring_is_spent: bool = False  # nothing is recorded any more
     outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
-    leased: set[int] = field(default_factory=set)
+    leased: Counter[int] = field(default_factory=Counter)  # slot -> how many hold it
+    leasing: threading.Lock = field(default_factory=threading.Lock)
     answers: queue.Queue[LeaseAnswer] = field(default_factory=queue.Queue)  # to questions for a lease
 
     def arenas(self) -> list[Arena]:
@@ -90,18 +101,28 @@ def lease_all(sessions: list[Session], step: int) -> list[int | None] | None:
 
 
 def _lease(session: Session, step: int) -> int | None:
-    """The slot of a step, which stays as it is until it is given back; None if it is not to be had."""
+    """The slot of a step, which stays as it is until all who asked give it back; None if it is not to be had."""
     assert session.arena is not None
-    if not session.alive:
-        slot = session.arena.slot_of(step)
-    else:
-        while not session.answers.empty():
-            _give_back(session, session.answers.get_nowait())
-        session.tell(Lease(step=step))
-        slot = _await_answer(session, step)
-    if slot is not None:
-        session.leased.add(slot)
-    return slot
+    with session.leasing:
+        if not session.alive:
+            slot = session.arena.slot_of(step)
+        else:
+            while not session.answers.empty():
+                _refuse(session, session.answers.get_nowait())
+            session.tell(Lease(step=step))
+            slot = _await_answer(session, step)
+        if slot is not None:
+            session.leased[slot] += 1
+        return slot
+
+
+def give_back(session: Session, slot: int) -> None:
+    """The trainer hears of it when nobody else holds the slot."""
+    with session.leasing:
+        session.leased[slot] -= 1
+        if session.leased[slot] <= 0:
+            del session.leased[slot]
+            session.tell(Release(slot=slot))
 
 
 def _await_answer(session: Session, step: int) -> int | None:
@@ -113,13 +134,13 @@ def _await_answer(session: Session, step: int) -> int | None:
             continue
         if answer.step == step:
             return answer.slot
-        _give_back(session, answer)
+        _refuse(session, answer)
     return None
 
 
-def _give_back(session: Session, late: LeaseAnswer) -> None:
-    """An answer to an earlier question, for which nobody waits any more."""
-    if late.slot is not None:
+def _refuse(session: Session, late: LeaseAnswer) -> None:
+    """An answer to an earlier question, for which nobody waits any more: the trainer is not to hold that slot."""
+    if late.slot is not None and late.slot not in session.leased:
         session.tell(Release(slot=late.slot))
 
 
@@ -145,9 +166,19 @@ def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:
     slot = max(seals, key=lambda s: seals[s].sequence, default=None)
     if slot is None or arena.checks(slot) is not None:
         return
-    view, checksums = arena.image(slot), []
+    view, found = arena.image(slot), []
     for at in range(0, len(view), CHUNK_BYTES):
-        checksums.append(xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]))
+        found.append(xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]))
         if stop() or arena.seals().get(slot) != seals[slot]:
             return
-    arena.set_checks(slot, seals[slot].sequence, tuple(checksums))
+    arena.set_checks(slot, seals[slot].sequence, tuple(found))
+
+
+def checksums(arena: Arena, slot: int) -> tuple[int, ...]:
+    """Those of a slot that is leased."""
+    known = arena.checks(slot)
+    if known is None:
+        view = arena.image(slot)
+        known = tuple(xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]) for at in range(0, len(view), CHUNK_BYTES))
+        arena.set_checks(slot, arena.seals()[slot].sequence, known)
+    return known

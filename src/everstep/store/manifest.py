@@ -19,13 +19,14 @@ import xxhash
 from everstep.errors import Damaged, NewerFormat
 from everstep.image import CHUNK_BYTES, FORMAT
 from everstep.store.tier import Tier
-from everstep.types import Attempt, Commit, Part, Piece, RunRecord, TiersRecord
+from everstep.types import Attempt, Commit, ParityRecord, Part, Piece, RunRecord, TiersRecord
 
-Record = TypeVar("Record", Commit, Part, RunRecord, TiersRecord, Attempt)
+Record = TypeVar("Record", Commit, Part, RunRecord, TiersRecord, ParityRecord, Attempt)
 
 _COMMIT_NAME = re.compile(r"step-(\d{10})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{10})")
 _VALUES_FOLDER = re.compile(r"values-(\d{10})")
+_PARITY_FOLDER = re.compile(r"parity-(\d{10})")
 _MAX_RECORD_BYTES = 256 << 20
 RUN_RECORD = "run.json"
 Folder = Callable[[int], str]  # where the parts of a step lie
@@ -54,6 +55,21 @@ def data_name(step: int, rank: int, folder: Folder = step_folder) -> str:
 
 def part_name(step: int, rank: int, folder: Folder = step_folder) -> str:
     return f"{folder(step)}/rank-{rank:05d}.json"
+
+
+def parity_folder(step: int) -> str:
+    """Where a node has its parity of a step."""
+    return f"parity-{step:010d}"
+
+
+def parity_names(step: int, member: int) -> tuple[str, str]:
+    """The parity of a member of a group, and what it is made of."""
+    stem = f"{parity_folder(step)}/member-{member:05d}"
+    return f"{stem}.parity", f"{stem}.json"
+
+
+def parity_steps(tier: Tier) -> list[int]:
+    return [int(m[1]) for name in tier.folders() if (m := _PARITY_FOLDER.fullmatch(name))]
 
 
 def values_steps(tier: Tier) -> list[int]:
