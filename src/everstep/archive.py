@@ -54,7 +54,7 @@ from everstep.recover.records import Entry, entries
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
-from everstep.store.manifest import RUN_RECORD, committed_steps, read_commit, read_part, run_name
+from everstep.store.manifest import RUN_RECORD, committed_steps, partial_steps, read_commit, read_part, run_name
 from everstep.store.places import Places
 from everstep.topology import process_alive
 from everstep.types import Commit, Holding, Part, Plan, Records, Survey
@@ -62,6 +62,8 @@ from everstep.types import Commit, Holding, Part, Plan, Records, Survey
 if TYPE_CHECKING:
     from everstep.recover.assemble import Checkpoint
     from everstep.recover.chain import Chain
+
+_UNKNOWN = 1 << 62  # how far records lead whose other ranks are on other nodes
 
 
 def open(dir: str | Path, *, memory: str | None = None) -> Archive:
@@ -310,6 +312,7 @@ class Archive:
             if _is_training(sources) or keeper_pid(self.run) is not None:
                 return []
             ways = [(parts[0].step, steps[-1]) for parts, steps in reaches(sources.survey(), {sources.node})]
+            ways += [(step, _UNKNOWN) for step in partial_steps(self._tier, self.run)]
             for start, rank in log_files(sources):
                 try:
                     end = scan(self._tier, start, rank, self.run).last
