@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 import everstep
 from everstep import Disk, Memory, topology
 from everstep.capture import arena as arenas
-from everstep.capture import snapshot
+from everstep.capture import life
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.cli import app
 from everstep.errors import EverstepError, Mismatch, NotEnoughMemory, RunHeld, Unstorable
@@ -770,5 +770,5 @@ def test_one_chance_death_of_a_reader_does_not_cost_the_newest_step() -> None:
 
 def test_the_names_that_these_tests_replace_are_still_the_ones_that_are_used() -> None:
     """A fault that no longer reaches the code would leave these tests green for nothing."""
-    assert snapshot.choose_place is arenas.choose_place
+    assert life.choose_place is arenas.choose_place
     assert arenas.choose_place.__globals__["free_memory"] is arenas.free_memory
