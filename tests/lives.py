@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep.capture import gradients, steering
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.events import Event, read_events
 from everstep.keeper import process
 from everstep.keeper.client import keeper_pid

@@ -28,9 +28,9 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Memory, topology
-from everstep.capture import arena as arenas
-from everstep.capture import life
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture import host, life
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.errors import EverstepError, Mismatch, NotEnoughMemory, RunHeld, Unstorable
 from everstep.events import ArenaMade, Degraded, Event, KeeperEnded, Rejected, Scavenged, Started
@@ -187,8 +187,8 @@ def test_files_that_somebody_else_deletes_in_mid_run_cost_only_themselves(what: 
 
 
 def without_shared_memory() -> None:
-    real = arenas.free_memory
-    arenas.free_memory = lambda root: real(root) if root is None else 0  # type: ignore[assignment]
+    real = host.free_memory
+    host.free_memory = lambda root: real(root) if root is None else 0  # type: ignore[assignment]
 
 
 def test_where_shared_memory_is_full_the_keeper_holds_the_arena_and_a_killed_run_resumes_from_it() -> None:
@@ -237,7 +237,7 @@ def test_an_arena_without_a_name_is_held_until_its_successor_has_a_seal() -> Non
 @pytest.mark.parametrize("path", [None, "given"])
 def test_too_little_memory_of_any_kind_is_an_error_with_numbers_and_advice(path: str | None, tmp_path: Path) -> None:
     def life() -> dict[str, Any]:
-        arenas.free_memory = lambda root: 12_345  # type: ignore[assignment]
+        host.free_memory = lambda root: 12_345  # type: ignore[assignment]
         memory = Memory(path=str(tmp_path) if path else None)
         try:
             train_tiny(directory, tiers=[Disk(every=100), memory])
@@ -728,5 +728,5 @@ def test_one_chance_death_of_a_reader_does_not_cost_the_newest_step() -> None:
 
 def test_the_names_that_these_tests_replace_are_still_the_ones_that_are_used() -> None:
     """A fault that no longer reaches the code would leave these tests green for nothing."""
-    assert life.choose_place is arenas.choose_place
-    assert arenas.choose_place.__globals__["free_memory"] is arenas.free_memory
+    assert life.choose_place is host.choose_place
+    assert host.choose_place.__globals__["free_memory"] is host.free_memory

@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Keep, Memory, image
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.config import Keep as KeepPolicy
 from everstep.errors import Damaged, EverstepError, NewerFormat

@@ -27,7 +27,8 @@ from refusal import Refusal
 
 import everstep
 from everstep import Disk
-from everstep.capture.arena import Arena, arena_root
+from everstep.capture.arena import Arena
+from everstep.capture.host import arena_root
 from everstep.errors import EverstepError
 from everstep.events import ChainEnded, Degraded, Logged, Persisted, Retired
 from everstep.keeper import client

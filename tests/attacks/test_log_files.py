@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk
-from everstep.capture.arena import arena_root, find_arenas
+from everstep.capture.arena import find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.events import Rejected, Replayed, read_events
 from everstep.recover.load import clear_attempt, find

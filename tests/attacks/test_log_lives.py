@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Memory
-from everstep.capture.arena import arena_root, find_arenas
+from everstep.capture.arena import find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 
 SELDOM = [Disk(every=100)]

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 import everstep
-from everstep.capture.arena import Arena, open_root
+from everstep.capture.arena import Arena
+from everstep.capture.host import open_root
 from everstep.errors import EverstepError
 from everstep.image import FORMAT, ImageLayout, lay_out
 from everstep.keeper import flush

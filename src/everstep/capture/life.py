@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.capture.arena import Arena, ArenaKind, choose_place
+from everstep.capture.arena import Arena, ArenaKind
+from everstep.capture.host import choose_place
 from everstep.config import Settings
 from everstep.events import Sink
 from everstep.image import ImageLayout

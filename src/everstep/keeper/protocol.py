@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.capture.arena import arena_root, open_root
+from everstep.capture.host import arena_root, open_root
 from everstep.errors import KeeperLost
 from everstep.types import Level
 
