@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from everstep.capture.arena import Arena, ArenaKind
+from everstep.errors import Damaged
 from everstep.image import FORMAT, ImageLayout, lay_out
+from everstep.keeper import client
 from everstep.keeper import session as sessions
 from everstep.keeper.keeper import Keeper
+from everstep.keeper.lane import HeldBase
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer, Release
 from everstep.keeper.session import Session, lease_all
@@ -27,8 +31,8 @@ def layout(rank: int = 0, world: int = 1) -> ImageLayout:
     return lay_out([], ImageInfo(format=FORMAT, run=RUN, rank=rank, world=world), 4096)
 
 
-def make_arena(kind: ArenaKind = "base", *, rank: int = 0, world: int = 1) -> Arena:
-    return Arena.create(None, kind=kind, run=RUN, rank=rank, world=world, layout=layout(rank, world), slots=3)
+def make_arena(kind: ArenaKind = "base", *, rank: int = 0, world: int = 1, slots: int = 3) -> Arena:
+    return Arena.create(None, kind=kind, run=RUN, rank=rank, world=world, layout=layout(rank, world), slots=slots)
 
 
 def hello(directory: Path, *, rank: int = 0, world: int = 1, generation: str = "1") -> Hello:
@@ -133,3 +137,41 @@ def test_all_that_a_rank_left_is_given_up_when_the_next_life_has_fewer_ranks(tmp
     gone.outgrown.append(make_arena(rank=1, world=2))
     keeper._welcome(Channel(ends[2][0]), hello(tmp_path, generation="2"))
     assert len(keeper._roster.overtaken) == 5
+
+
+def test_more_memory_than_fits_one_message_is_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where arenas are memfds, a few rings have more descriptors than the kernel takes along at once."""
+    keeper = Keeper(tmp_path, lambda event: None, inline=True)
+    for rank in (0, 1):
+        ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        keeper._welcome(Channel(ours), hello(tmp_path, rank=rank, world=2))
+        session = keeper._roster.sessions[rank]
+        session.arena = make_arena(rank=rank, world=2)
+        session.ring = make_arena("log", rank=rank, world=2, slots=150)
+    theirs, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.settimeout(10)
+    asked = Channel(mine)
+    monkeypatch.setattr(client, "connect", lambda run: asked)
+    answering = threading.Thread(target=keeper._hear, args=(Channel(theirs),))
+    answering.start()
+    found = client.inherited(RUN)
+    answering.join()
+    assert sorted((arena.rank, arena.kind, len(arena.slots)) for arena in found) == [
+        (0, "base", 3), (0, "log", 150), (1, "base", 3), (1, "log", 150),
+    ]  # fmt: skip
+
+
+def test_what_is_held_for_others_to_read_is_not_another_base(tmp_path: Path) -> None:
+    """The state changed its shape while a base was held: the slots of its new arena are others."""
+    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    session = Session(hello(tmp_path), Channel(ours), arena=make_arena())
+    assert session.arena is not None
+    session.arena.seal(1, step=5, cut_time=0.0, generation="1")
+    held = HeldBase(5, [session], [1])
+    assert [seal.step for _, _, seal in held.images()] == [5]
+    session.arena = make_arena()
+    with pytest.raises(Damaged):
+        held.images()
+    session.arena.seal(1, step=6, cut_time=0.0, generation="1")
+    with pytest.raises(Damaged):
+        held.images()

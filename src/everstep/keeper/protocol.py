@@ -172,6 +172,7 @@ class Inherited(Message, frozen=True, kw_only=True):
     """How many of the descriptors that come along belong to each arena."""
 
     counts: tuple[int, ...]
+    more: bool = False  # another such message follows: the kernel takes along only so many descriptors
 
 
 AnyMessage = (
