@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lives import STEPS, forget_memory, live, must_finish, run_directory, run_of, train_log, train_tiny, undisturbed
 from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Memory
-from everstep.capture.arena import arena_root, find_arenas
+from everstep.capture.arena import find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import STEPS, forget_memory, live, must_finish, run_directory, run_of, train_log, train_tiny
-
 SELDOM = [Disk(every=100)]
-
-
-@cache
-def undisturbed(steps: int = STEPS) -> str:
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory, steps=steps))["digest"])
 
 
 def die_at(step: int, before: Callable[[everstep.Run], Any] = lambda run: None) -> Callable[[everstep.Run], None]:

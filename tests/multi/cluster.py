@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import everstep
-from everstep.capture.arena import arena_root
+from everstep.capture.host import arena_root
 from everstep.keeper.client import keeper_pid
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import run_name

@@ -17,6 +17,7 @@ from torch import Tensor
 from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.compressor import Compressor
 from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Share, Subjects
+from everstep.capture.life import Life
 from everstep.capture.shape import Shape, group_alike
 from everstep.capture.sheet import Sheet, lay_out_sheet
 from everstep.capture.update import Call
@@ -160,14 +161,14 @@ def _content(
 def make_form(
     subjects: Subjects,
     shape: Shape,
+    life: Life,
     *,
-    topology: Topology,
-    run: str,
     compressor: Compressor | None,
     written: set[str],
     arena_for: ArenaFor,
 ) -> Form:
     """Of the records of a state that `shape` captures. `written`: what the loop is known to write by itself."""
+    topology = life.topology
     owner = {id(p): i for i, optimizer in enumerate(subjects.optimizers) for p in parameters_of(optimizer)}
     names = subjects.names()
     packed = dict(compressor.packed) if compressor is not None else {}
@@ -176,7 +177,7 @@ def make_form(
     if compressor is not None and packed:
         codec = Codec(kind=type(compressor).__name__, buffers={k: _buffer(p, names) for k, (p, _) in packed.items()})
     info = ImageInfo(
-        format=FORMAT, run=run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
+        format=FORMAT, run=life.run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
         codec=codec, has_values=bool(content.large),
         devices=tuple(sorted({p.device.type for optimizer in subjects.optimizers for p in parameters_of(optimizer)})),
     )  # fmt: skip

@@ -190,9 +190,9 @@ class Keeper:
                 self._join(message, session.hello)
             case Inherit():
                 known = [a for s in self._roster.all() for a in (*s.outgrown, *s.arenas())]
-                held = [a for a in known if a.place == MEMFD]
-                counts = tuple(len(arena.descriptors) for arena in held)
-                channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
+                for arena in (a for a in known if a.place == MEMFD):
+                    channel.send(Inherited(counts=(len(arena.descriptors),), more=True), arena.descriptors)
+                channel.send(Inherited(counts=()))
             case AskReplica():
                 channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is not None:
@@ -232,7 +232,7 @@ class Keeper:
         self._generation = hello.generation
         sessions = self._roster.sessions
         for gone in [sessions.pop(rank) for rank in list(sessions) if rank >= hello.world]:
-            self._roster.overtaken += [arena for arena in (gone.arena, gone.ring, gone.replica) if arena is not None]
+            self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
         with self._logbook.writing:
             self._logbook.overtake(hello)
         for step in flush.set_aside(self._tier, hello.resumed_from, hello.run, hello.generation):

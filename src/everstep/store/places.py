@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.capture.arena import arena_root
+from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
