@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -113,8 +114,8 @@ class Outcome(msgspec.Struct):
     error: str
 
 
-def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
-    """Run one life in a forked child and see how it ends."""
+def live(life: Callable[[], dict[str, Any]], timeout: float = 120.0) -> Outcome:
+    """Run one life in a forked child and see how it ends; one that does not is not taken for one that was killed."""
     hear, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -133,7 +134,7 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
             pipe.write(msgspec.msgpack.encode(answer))
         os._exit(code)
     os.close(tell)
-    deadline = time.monotonic() + timeout
+    deadline, in_time = time.monotonic() + timeout, True
     with os.fdopen(hear, "rb") as pipe:
         os.set_blocking(hear, False)
         data = b""
@@ -144,8 +145,10 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
             data += chunk or b""
             time.sleep(0.002)
         else:
+            in_time = False
             os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    assert in_time, f"a life did not end in {timeout} s"
     answer = msgspec.msgpack.decode(data) if data else {}
     killed = os.WIFSIGNALED(status)
     code = -os.WTERMSIG(status) if killed else os.WEXITSTATUS(status)
@@ -153,7 +156,7 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
 
 
 def must_finish(life: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    outcome = live(life, timeout=120.0)
+    outcome = live(life)
     assert outcome.result is not None, f"exit {outcome.code}: {outcome.error}"
     return outcome.result
 
@@ -163,12 +166,14 @@ class Countdown:
 
     def __init__(self, operation: int) -> None:
         self.left = operation
+        self.counting = threading.Lock()  # trainer, copier and keeper are threads: no operation is passed over
 
     def __call__(self, name: str) -> None:
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(10)  # the signal may take a moment to arrive
-        self.left -= 1
+        with self.counting:
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(10)  # the signal may take a moment to arrive
+            self.left -= 1
 
     def install(self) -> None:
         DiskTier.before = staticmethod(self)  # type: ignore[assignment]
