@@ -715,6 +715,20 @@ def test_gc_leaves_a_living_run_alone_and_removes_the_memory_of_a_deleted_one(tm
         assert not (arena_root(None) / name).exists()
 
 
+def test_gc_leaves_a_run_alone_whose_next_life_has_just_begun(tmp_path: Path) -> None:
+    """It has taken the run and not yet its memory: were that saved and removed now, it would write into nothing."""
+    with run_directory() as directory:
+        tiers = [Disk(every=100), Memory(path=str(tmp_path))]
+        assert live(lambda: train_tiny(directory, at(4, die), tiers=tiers)).killed
+        before = committed(directory)
+        lock = claim.hold(directory, topology.here())
+        assert lock is not None
+        assert gc(tmp_path) == {run_of(directory): "kept: in use"}
+        os.close(lock)
+        assert list(arena_root(str(tmp_path)).glob("*/rank-*")) and committed(directory) == before
+        assert gc(tmp_path) == {run_of(directory): "step 4 is on disk; removed"}
+
+
 def test_gc_saves_a_step_from_an_arena_that_the_state_had_outgrown(tmp_path: Path) -> None:
     """The rank has two arenas: a full one, and its successor that was never sealed."""
 
