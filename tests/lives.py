@@ -22,13 +22,15 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep.capture import gradients, steering
 from everstep.capture.arena import Arena, arena_root, find_arenas
-from everstep.keeper import process
+from everstep.keeper import client, process
 from everstep.store.disk import DiskTier
+from everstep.topology import process_alive
 
 STEPS = 6
 
@@ -186,13 +188,27 @@ def fork_keeper(run: str, directory: Path, before: Callable[[], None] = lambda: 
     if child == 0:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
-            os.dup2(nowhere, standard)  # it may outlive the test, and must not hold its pipes
+            os.dup2(nowhere, standard)
+        os.closerange(3, 1024)  # it may outlive its trainer and the test, and must not hold their pipes
         try:
             before()
             process.main(run, directory)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
+
+
+def meeting_place() -> TCPStore:
+    """Where ranks find each other, as torchrun has it: a port that is bound when it is chosen."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def way_to(port: int) -> dict[str, str]:
+    """The environment of ranks that meet there."""
+    return {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
 
 
 def cuts_made(directory: Path) -> int:
@@ -220,10 +236,20 @@ def forget_memory(directory: Path) -> None:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """A directory for one run; its memory is given back too."""
-    with tempfile.TemporaryDirectory(prefix="everstep-test-") as folder:
+    """A directory for one run; its memory is given back too, and a keeper that lingers goes with it."""
+    # A keeper that is just ending may still have something to say there.
+    with tempfile.TemporaryDirectory(prefix="everstep-test-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder, "run")
         try:
             yield directory
         finally:
+            end_keeper(directory)
             forget_memory(directory)
+
+
+def end_keeper(directory: Path) -> None:
+    pid = client.keeper_pid(run_of(directory)) if run_of(directory) else None
+    if pid is not None and pid != os.getpid():
+        os.kill(pid, signal.SIGKILL)
+        while process_alive(pid):
+            time.sleep(0.002)
