@@ -29,6 +29,7 @@ from everstep.recover.state import State
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import run_name
+from everstep.store.places import Places
 
 RECORDS = 100
 
@@ -98,7 +99,7 @@ def _resume(directory: Path, run: str, kind: str, width: int, replay: Callable[.
     drop_cache([path for path in directory.rglob("*") if path.is_file()])
     theirs, resuming.replay = resuming.replay, replay
     try:
-        with Sources(directory, run) as sources, timed() as timer:
+        with Sources(Places(directory=str(directory)), run) as sources, timed() as timer:
             resuming.resume(sources, state, None, topology.here(), strict=True, emit=events.append)
     finally:
         resuming.replay = theirs

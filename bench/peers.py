@@ -26,6 +26,7 @@ import everstep
 from everstep.keeper.client import keeper_pid
 from everstep.recover.assemble import apply, view
 from everstep.recover.survey import Sources
+from everstep.store.places import Places
 
 warnings.filterwarnings("ignore", module="torch.distributed")
 warnings.filterwarnings("ignore", message=".*torch.distributed.*")
@@ -227,7 +228,7 @@ class Everstep(Saver):
 
     def fetch(self) -> Any:
         """The newest checkpoint from the disk, every byte checked."""
-        sources = Sources(self.root / "run", self.run._run)
+        sources = Sources(Places(directory=str(self.root / "run")), self.run._run)
         holding = max((h for h in sources.survey().holdings if h.source == "disk"), key=lambda h: h.step)
         return sources.fetch(holding)
 

@@ -3,7 +3,7 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events config image topology signals
+types errors events cadence tiers config image topology signals
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
@@ -11,13 +11,18 @@ capture/        off the device, without stopping it     layout arena copier shap
 capture/        what the optimizers consumed            digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
-store/          onto a medium, all or nothing           tier disk memory manifest frame log retain claim
-keeper/         out of the trainer's way                protocol logbook session flush pace scavenge keeper process
+store/          onto a medium, all or nothing           tier blocks disk memory manifest frame log retain
+store/          and whose it is                         places claim
+protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
+keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
+keeper/         one a node, and its two writing hands   keeper base_writer record_writer
+keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange fleet
+keeper/         beyond this node, a lane each           lane deeper partners parity_work
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
-keeper/         and its end in the trainer              client
+keeper/         and its end in the trainer              client arrival
 # the road home: a byte returns
-recover/        back to the same step on every rank     survey plan assemble chain state load
+recover/        back to the same step on every rank     shelf survey plan assemble carry chain state load
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          reach audit records rebuild
 # beside the road
@@ -38,8 +43,12 @@ _WHERE = {
     "open": "everstep.archive",
     "Archive": "everstep.archive",
     "init_process_group": "everstep.topology",
-    "Memory": "everstep.config",
-    "Disk": "everstep.config",
+    "Memory": "everstep.tiers",
+    "Disk": "everstep.tiers",
+    "Partner": "everstep.tiers",
+    "Parity": "everstep.tiers",
+    "Shared": "everstep.tiers",
+    "Objects": "everstep.tiers",
     "Keep": "everstep.config",
     "EverstepError": "everstep.errors",
 }
@@ -50,7 +59,11 @@ __all__ = [
     "EverstepError",
     "Keep",
     "Memory",
+    "Objects",
+    "Parity",
+    "Partner",
     "Run",
+    "Shared",
     "guard",
     "init_process_group",
     "open",
@@ -58,9 +71,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from everstep.archive import Archive, open
-    from everstep.config import Disk, Keep, Memory
+    from everstep.config import Keep
     from everstep.errors import EverstepError
     from everstep.run import Run, guard
+    from everstep.tiers import Disk, Memory, Objects, Parity, Partner, Shared
     from everstep.topology import init_process_group
 
 

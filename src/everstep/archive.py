@@ -55,6 +55,7 @@ from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
 from everstep.store.manifest import RUN_RECORD, committed_steps, read_commit, read_part, run_name
+from everstep.store.places import Places
 from everstep.topology import process_alive
 from everstep.types import Commit, Holding, Part, Plan, Records, Survey
 
@@ -71,17 +72,19 @@ def open(dir: str | Path, *, memory: str | None = None) -> Archive:
 class Archive:
     def __init__(self, directory: Path, memory: str | None) -> None:
         self.directory = directory
-        self._memory = memory
-        self._tier = DiskTier(directory)
+        self._places = Places.written(directory)
+        if memory is not None:
+            self._places = msgspec.structs.replace(self._places, memory=memory)
+        self._tier = self._places.disk_tier()
         try:
-            self.run = run_name(self._tier)
+            self.run = run_name(DiskTier(directory))
         except (FileNotFoundError, NotADirectoryError):
             raise NothingToRestore(f"{directory} is not a run's directory: it has no {RUN_RECORD}") from None
 
     # -- what is there
 
     def _sources(self) -> Sources:
-        return Sources(self.directory, self.run, memory_path=self._memory)
+        return Sources(self._places, self.run)
 
     def survey(self) -> Survey:
         with self._sources() as sources:

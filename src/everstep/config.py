@@ -2,85 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from everstep.cadence import Every
 from everstep.errors import BadConfig
+from everstep.tiers import Tier, Tiers, choose
 
 Mode = Literal["host", "device", "direct", "disk"]
 Strategy = Literal["auto", "snapshot", "log", "replica"]
 KeeperKind = Literal["process", "inline"]
-
-MAX_SLOTS = 28  # as many seals as fit on an arena's control page
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def seconds(text: str, *, name: str) -> float:
-    """'30s', '500ms', '2h' as seconds."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*", text)
-    if not match or float(match[1]) <= 0:
-        raise BadConfig(f"{name} must be a positive duration such as '30s', '5m' or '2h', not {text!r}")
-    return float(match[1]) * _UNITS[match[2]]
-
-
-@dataclass(frozen=True, slots=True)
-class Every:
-    """A cadence: every so many steps, or every so many seconds."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-    @classmethod
-    def parse(cls, value: int | str, *, name: str) -> Every:
-        if isinstance(value, str):
-            return cls(seconds=seconds(value, name=name))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadConfig(f"{name} must be a number of steps from 1, or a duration such as '30s', not {value!r}")
-        return cls(steps=value)
-
-    def due(self, step: int, now: float, last_step: int | None, last_time: float) -> bool:
-        """Whether `step` should be taken, given the last one that was."""
-        if last_step is None:
-            return True
-        if self.steps is not None:
-            return step // self.steps > last_step // self.steps
-        return now - last_time >= (self.seconds or 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """The host-memory tier: arenas that outlive the process.
-
-    `path`: where arenas lie; a DAX mount makes them persistent. By default shared memory, or a memfd held by the
-    keeper where shared memory is too small. `slots`: by default derived from the number of ranks.
-    """
-
-    path: str | None = None
-    slots: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.slots is not None and not 2 <= self.slots <= MAX_SLOTS:
-            raise BadConfig(f"Memory(slots=) must be from 2 to {MAX_SLOTS}, not {self.slots}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
-    """The disk tier: the run's directory. `every`: how often the newest step is written, in steps or as a duration.
-
-    By default as often as the disk can take with a tenth of its time, and at most every 15 seconds.
-    """
-
-    every: int | str | None = None
-
-    def __post_init__(self) -> None:
-        if self.every is not None:
-            Every.parse(self.every, name="Disk(every=)")
-
-    @property
-    def cadence(self) -> Every:
-        return Every() if self.every is None else Every.parse(self.every, name="Disk(every=)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +42,7 @@ class Settings:
     overhead_budget: float = 0.03
     strategy: Strategy = "auto"
     mode: Mode = "host"
-    memory: Memory = field(default_factory=Memory)
-    disk: Disk = field(default_factory=Disk)
+    tiers: Tiers = field(default_factory=Tiers)
     keep: Keep = field(default_factory=Keep)
     strict: bool = True
     keeper: KeeperKind = "process"
@@ -126,7 +59,7 @@ class Settings:
             raise BadConfig(f"strategy must be one of {', '.join(get_args(Strategy))}, not {self.strategy!r}")
         if self.mode not in ("host", "device", "direct", "disk"):
             raise BadConfig(f"mode must be 'host', 'device', 'direct' or 'disk', not {self.mode!r}")
-        if self.mode == "direct" and self.memory.path is None:
+        if self.mode == "direct" and self.tiers.memory.path is None:
             raise BadConfig("mode='direct' needs tiers=[Memory(path=...)] with a path on the persistent memory")
         if self.keeper not in ("process", "inline"):
             raise BadConfig(f"keeper must be 'process' or 'inline', not {self.keeper!r}")
@@ -136,26 +69,17 @@ def settings(
     directory: str | Path,
     *,
     lose_at_most: int | str,
-    tiers: list[Memory | Disk] | None,
+    tiers: Sequence[Tier] | str | Path | None,
     keep: int | Keep,
     mode: Mode,
     **rest: object,
 ) -> Settings:
-    memory, disk = Memory(), Disk()
-    for tier in tiers or ():
-        if isinstance(tier, Memory):
-            memory = tier
-        elif isinstance(tier, Disk):
-            disk = tier
-        else:
-            raise BadConfig(f"tiers takes Memory(...) and Disk(...), not {tier!r}")
     if isinstance(keep, bool) or not isinstance(keep, int | Keep):
         raise BadConfig(f"keep must be a number or Keep(...), not {keep!r}")
     return Settings(
         directory=Path(directory).absolute(),
         capture=Every.parse(lose_at_most, name="lose_at_most"),
-        memory=memory,
-        disk=disk,
+        tiers=choose(tiers, os.environ),
         keep=Keep(last=keep) if isinstance(keep, int) else keep,
         mode=mode,
         **rest,  # type: ignore[arg-type]

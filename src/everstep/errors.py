@@ -5,6 +5,7 @@
     ├── Damaged                        exit 4   also ValueError: bytes that fail their check
     │   └── NewerFormat                exit 4   written by a later Everstep
     ├── Diverged                       exit 4   also ValueError: replayed steps that give another state
+    ├── TooManyLost                    exit 4   also ValueError: more members of a parity group than it makes up for
     ├── Mismatch                       exit 5   also ValueError: the checkpoint and the program differ
     ├── Unstorable                     exit 5   also TypeError: state that no format of ours can hold
     ├── RunHeld                        exit 6   also RuntimeError: another process holds this run
@@ -12,6 +13,9 @@
     ├── TierFailed                     exit 7   also OSError: a medium refused
     │   └── NotEnoughSpace             exit 7
     ├── KeeperLost                     exit 8   also ConnectionError: the keeper cannot be reached or started
+    ├── PeerLost                       exit 8   also ConnectionError: another node's keeper does not answer
+    ├── PeerFailed                     exit 8   also RuntimeError: it answers that it could not
+    ├── MissingPackage                 exit 2   also ImportError: an optional package that is not installed
     └── BadConfig                      exit 2   also ValueError: an argument that cannot be right
 
 Each error carries the fields a program needs and a sentence a person can act on.
@@ -28,6 +32,14 @@ class EverstepError(Exception):
 
 class BadConfig(EverstepError, ValueError):
     exit_code = 2
+
+
+class MissingPackage(EverstepError, ImportError):
+    exit_code = 2
+
+    def __init__(self, package: str, feature: str, *, extra: str) -> None:
+        self.package, self.feature, self.extra = package, feature, extra
+        super().__init__(f"{feature} needs {package}: pip install {package}, or pip install 'everstep[{extra}]'.")
 
 
 class NothingToRestore(EverstepError, FileNotFoundError):
@@ -69,6 +81,17 @@ class Diverged(EverstepError, ValueError):
         super().__init__(
             f"replayed to step {step}, the state is not what it was in training; {known} after the base was proven. "
             f"{advice}"
+        )
+
+
+class TooManyLost(EverstepError, ValueError):
+    exit_code = 4
+
+    def __init__(self, missing: Sequence[str], members: int, losses: int) -> None:
+        self.missing, self.members, self.losses = tuple(missing), members, losses
+        super().__init__(
+            f"{', '.join(self.missing)} are missing from a parity group of {members}, and it makes up for {losses} of "
+            "them at most. Bring one back, or restore from another tier."
         )
 
 
@@ -130,6 +153,25 @@ class NotEnoughSpace(TierFailed):
 
 class KeeperLost(EverstepError, ConnectionError):
     exit_code = 8
+
+
+class PeerLost(EverstepError, ConnectionError):
+    exit_code = 8
+
+    def __init__(self, node: str, address: str, asked: str, reason: str) -> None:
+        self.node, self.address, self.asked, self.reason = node, address, asked, reason
+        super().__init__(
+            f"the keeper of {node} at {address} is lost ({asked}: {reason}). "
+            "Is it alive, reachable from here, and of the same run?"
+        )
+
+
+class PeerFailed(EverstepError, RuntimeError):
+    exit_code = 8
+
+    def __init__(self, node: str, address: str, asked: str, reason: str) -> None:
+        self.node, self.address, self.asked, self.reason = node, address, asked, reason
+        super().__init__(f"the keeper of {node} at {address} could not do {asked}: {reason}")
 
 
 class ReplayedElsewhere(UserWarning):

@@ -123,6 +123,29 @@ class Persisted(Event, frozen=True, kw_only=True):
     direct: bool
 
 
+class Protected(Event, frozen=True, kw_only=True):
+    """All nodes have copied or encoded a base: the nodes that the scheme covers may be lost."""
+
+    step: int
+
+
+class Sank(Event, frozen=True, kw_only=True):
+    """A base is committed on a deeper tier."""
+
+    step: int
+    tier: str
+
+
+class Joined(Event, frozen=True, kw_only=True):
+    """This node among the others: who protects it, and what of the wish could not be had."""
+
+    node: str
+    nodes: int
+    scheme: str
+    others: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
 class Degraded(Event, frozen=True, kw_only=True):
     """Something is not as safe as it was asked to be, and training goes on."""
 
@@ -196,6 +219,9 @@ AnyEvent = (
     | Drift
     | Skipped
     | Persisted
+    | Protected
+    | Sank
+    | Joined
     | Degraded
     | KeeperStarted
     | KeeperEnded

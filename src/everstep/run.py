@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from everstep import topology
+from everstep.cadence import seconds
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
 from everstep.capture.compression import Compression
@@ -30,17 +31,20 @@ from everstep.capture.gradients import Recorder
 from everstep.capture.position import Feed
 from everstep.capture.snapshot import Capture
 from everstep.capture.steering import Steering, followed
-from everstep.config import Disk, Keep, KeeperKind, Memory, Mode, Settings, Strategy, seconds, settings
+from everstep.config import Keep, KeeperKind, Mode, Settings, Strategy, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
+from everstep.keeper.arrival import arrive, check
 from everstep.keeper.client import Answers, KeeperClient
-from everstep.keeper.protocol import Hello, runtime_folder
+from everstep.keeper.protocol import runtime_folder
 from everstep.keeper.scavenge import sign
 from everstep.recover.resume import resume
 from everstep.recover.state import State, as_list, stateful_list
 from everstep.recover.survey import Sources
 from everstep.signals import Signals
 from everstep.store import claim
+from everstep.store.places import Places
+from everstep.tiers import Tier
 from everstep.types import Level
 
 
@@ -59,7 +63,7 @@ def guard(
     overhead_budget: float = 0.03,
     strategy: Strategy = "auto",
     compress: Compressor | None = None,
-    tiers: list[Memory | Disk] | None = None,
+    tiers: Sequence[Tier] | str | Path | None = None,
     keep: int | Keep = 2,
     strict: bool = True,
     mode: Mode = "host",
@@ -111,17 +115,21 @@ class Run:
         self._is_leaving = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
-        claim.make(chosen.directory)
+        check(chosen, self._place)
+        self._places = Places.chosen(chosen.directory, chosen.tiers)
+        claim.make(self._places)
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
-        self._lock = claim.hold(chosen.directory, self._place)
-        self._run = claim.identity(chosen.directory, self._place, self._emit)
+        self._claim = claim.take(self._places, self._place, self._emit)
+        self._run = self._claim.run
         source = self._restore()
         self._generation = generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
-        nodes = [a.decode() for a in topology.exchange(self._place.node.encode(), self._place)]
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
-        self._keeper.open(self._hello(generation, local=nodes.count(self._place.node)))
-        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.memory.path)}:
+        arrive(
+            self._keeper, chosen, self._place, self._claim, generation=generation, resumed_from=self.resumed_from,
+            replica=self._followed,
+        )  # fmt: skip
+        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.tiers.memory.path)}:
             sign(folder, chosen.directory, self._emit)
         left, rings = self._sources().left_to(self._place.rank, self._place.world, is_followed=bool(self._followed))
         self._copier = Copier()
@@ -148,21 +156,8 @@ class Run:
 
     # -- beginning
 
-    def _hello(self, generation: str, local: int) -> Hello:
-        keep, every, lose = self.settings.keep, self.settings.disk.cadence, self.settings.capture
-        linger_s = self.settings.linger_s
-        if self.settings.keeper == "inline":
-            local, linger_s = 1, 0.0  # a thread is not there any more when its trainer comes back
-        return Hello(
-            rank=self._place.rank, world=self._place.world, local=local, pid=os.getpid(), run=self._run,
-            directory=str(self.settings.directory), generation=generation, resumed_from=self.resumed_from,
-            every_steps=every.steps, every_s=every.seconds, every_capture=self.settings.mode == "disk",
-            lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
-            torch=str(torch.__version__), replica=self._followed,
-        )  # fmt: skip
-
     def _sources(self) -> Sources:
-        return Sources(self.settings.directory, self._run, memory_path=self.settings.memory.path)
+        return Sources(self._places, self._run, is_common=self._claim.disk_is_common)
 
     def _begin_log(self, rings: list[Arena]) -> Recorder | None:
         """The rings of an earlier life are gone on with, or held until bases have taken their place."""
@@ -327,7 +322,15 @@ class Run:
         captured = self._kept_step()
         if wanted is Level.SEALED or captured is None:
             return True
-        return self._keeper.wait_durable(captured, timeout)
+        self._check_level(wanted)
+        return self._keeper.wait_for(wanted, captured, timeout)
+
+    def _check_level(self, wanted: Level) -> None:
+        tiers = self.settings.tiers
+        if wanted is Level.SHARED and not tiers.deeper:
+            raise BadConfig("nothing is ever 'shared' without tiers=[Shared(...)] or tiers=[Objects(...)]")
+        if wanted is Level.PROTECTED and (tiers.protection is None or not self._place.has_many_nodes):
+            raise BadConfig("nothing is ever 'protected' without several nodes and tiers=[Partner()] or [Parity(...)]")
 
     def _kept_step(self) -> int | None:
         """The newest step that survives this process."""
@@ -371,6 +374,8 @@ class Run:
                 self._take(base=True)
                 self._capture.wait_sealed()
                 self._keeper.wait_durable(self.step, None, as_base=True)
+                if self.settings.tiers.deeper:
+                    self._keeper.wait_for(Level.SHARED, self.step, None)
                 self._capture.let_go()
         finally:
             self._release(final=self._finished)
@@ -388,9 +393,7 @@ class Run:
         for ring in rings if final and self._keeper.durable_base >= self.step else ():
             ring.remove()  # the last base is on the disk: nobody needs records
         self._signals.give_back()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._claim.give_back()
 
     def __enter__(self) -> Self:
         return self

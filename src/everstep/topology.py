@@ -5,14 +5,16 @@ Nothing here is on the training path. `exchange` moves bytes as tensors, so that
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from everstep.errors import EverstepError
+from everstep.errors import BadConfig, EverstepError
 
 if TYPE_CHECKING:
     import torch
@@ -20,22 +22,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
+    """One rank's place. `nodes` and `domains`: of every rank, in the order of ranks."""
+
     rank: int
     world: int
     node: str
+    nodes: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()  # what fails together: a rack, a switch; by default the node itself
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return tuple(rank for rank, node in enumerate(self.nodes) if node == self.node) or (self.rank,)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self.rank == self.local_ranks[0]
+
+    @property
+    def has_many_nodes(self) -> bool:
+        return len(set(self.nodes)) > 1
 
 
 def here() -> Topology:
-    """This process's place, from torch.distributed if it is running, else a world of one."""
+    """This process's place, from torch.distributed if it is running, else a world of one. All ranks must ask."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
-        return Topology(rank=dist.get_rank(), world=dist.get_world_size(), node=node_name())
-    return Topology(rank=0, world=1, node=node_name())
+    node, domain = node_name(), domain_name()
+    if not (dist.is_available() and dist.is_initialized()):
+        return Topology(rank=0, world=1, node=node, nodes=(node,), domains=(domain,))
+    alone = Topology(rank=dist.get_rank(), world=dist.get_world_size(), node=node)
+    told = [answer.decode().split("\0") for answer in exchange(f"{node}\0{domain}".encode(), alone)]
+    return replace(alone, nodes=tuple(one[0] for one in told), domains=tuple(one[1] for one in told))
 
 
 def node_name() -> str:
-    return socket.gethostname()
+    """What this node is called: EVERSTEP_NODE where several live on one machine, else the host's name."""
+    return _named("EVERSTEP_NODE", os.environ.get("EVERSTEP_NODE") or socket.gethostname())
+
+
+def domain_name() -> str:
+    """What fails together with this node: EVERSTEP_DOMAIN, such as a rack; by default the node alone."""
+    return _named("EVERSTEP_DOMAIN", os.environ.get("EVERSTEP_DOMAIN") or node_name())
+
+
+def own_address() -> str:
+    """Where other nodes find this one: EVERSTEP_ADDRESS, else the address from which it reaches MASTER_ADDR."""
+    given = os.environ.get("EVERSTEP_ADDRESS")
+    if given:
+        return given
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, kind, protocol, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)  # sends nothing: the kernel only chooses a route
+        return str(probe.getsockname()[0])
+
+
+def _named(variable: str, name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", name):
+        raise BadConfig(f"{variable} must be a name of letters, digits, '.', '_' and '-', not {name!r}")
+    return name
 
 
 def exchange(payload: bytes, topology: Topology) -> list[bytes]:
@@ -45,7 +92,7 @@ def exchange(payload: bytes, topology: Topology) -> list[bytes]:
     import torch
     import torch.distributed as dist
 
-    device = _collective_device()
+    device = collective_device()
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(topology.world)]
     dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
     sizes = [int(length.item()) for length in lengths]
@@ -56,7 +103,8 @@ def exchange(payload: bytes, topology: Topology) -> list[bytes]:
     return [bytes(g[:n].cpu().numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
 
 
-def _collective_device() -> torch.device:
+def collective_device() -> torch.device:
+    """Where the backend takes tensors."""
     import torch
     import torch.distributed as dist
 

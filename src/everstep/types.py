@@ -20,17 +20,20 @@ Length = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 
 
 class Level(enum.IntEnum):
-    """How far a checkpoint has climbed; each level includes the ones below it."""
+    """How far a checkpoint has climbed."""
 
     SEALED = 1  # complete in host memory: survives the death of the process
     DURABLE = 2  # committed on a disk: survives a reboot
+    PROTECTED = 3  # copied or encoded over several nodes: survives the loss of a node
+    SHARED = 4  # committed on the deepest tier: survives the loss of all nodes
 
     @classmethod
     def named(cls, name: str) -> Level:
         try:
             return cls[name.upper()]
         except KeyError:
-            raise ValueError(f"level must be 'sealed' or 'durable', not {name!r}") from None
+            known = ", ".join(repr(level.name.lower()) for level in cls)
+            raise ValueError(f"level must be one of {known}, not {name!r}") from None
 
 
 class Survives(enum.IntEnum):
@@ -129,7 +132,10 @@ class PartRef(Noun, frozen=True, kw_only=True):
 
 
 class Commit(Noun, frozen=True, kw_only=True):
-    """`step-0000001200.json`: the checkpoint exists because this file does."""
+    """`step-0000001200.json`: the checkpoint exists because this file does.
+
+    On a medium that only one node reads it lists that node's parts, and the checkpoint exists when all nodes' do.
+    """
 
     format: int
     run: RunName
@@ -168,12 +174,60 @@ class Frame(Noun, frozen=True, kw_only=True):
         return sum(length for _, length in self.ranges)
 
 
+class ParityPart(Noun, frozen=True, kw_only=True):
+    """One rank's part of a base that parity was made of: its checksums prove what is rebuilt."""
+
+    rank: Rank
+    bytes: Length
+    cut_time: float
+    chunks: tuple[int, ...]
+
+
+class ParityMember(Noun, frozen=True, kw_only=True):
+    """One node of a parity group: its data are the images of its ranks, one after the other."""
+
+    node: str
+    parts: tuple[ParityPart, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+
+class ParityRecord(Noun, frozen=True, kw_only=True):
+    """`parity-0000001200/member-00003.json`: what the parity beside it is made of."""
+
+    format: int
+    run: RunName
+    generation: str
+    step: Step
+    world: World
+    losses: int
+    member: int  # whose parity this is, in `members`
+    members: tuple[ParityMember, ...]
+    bytes: int
+    chunk_bytes: int
+    chunks: tuple[int, ...]  # of the parity itself
+    digest: str = ""
+
+
 class RunRecord(Noun, frozen=True, kw_only=True):
     """`run.json`: the identity of a run directory."""
 
     format: int
     run: RunName
     created_time: float
+    digest: str = ""
+
+
+class TiersRecord(Noun, frozen=True, kw_only=True):
+    """`tiers.json`: where else the bytes of a run lie."""
+
+    format: int
+    memory: str | None
+    disk: str  # empty: in the run's directory
+    shared: str  # empty: nowhere
+    objects: str
     digest: str = ""
 
 
@@ -187,7 +241,7 @@ class Attempt(Noun, frozen=True, kw_only=True):
     digest: str = ""
 
 
-Source = Literal["memory", "disk"]
+Source = Literal["memory", "partner", "disk", "parity", "shared", "objects"]  # the nearest first
 
 
 class Holding(Noun, frozen=True, kw_only=True):
@@ -203,6 +257,7 @@ class Holding(Noun, frozen=True, kw_only=True):
     cut_time: float
     checked: bool = True  # carries checksums
     replica: str = ""  # as the image says
+    everywhere: bool = False  # every node reads it for itself
 
 
 class Records(Noun, frozen=True, kw_only=True):
@@ -217,6 +272,7 @@ class Records(Noun, frozen=True, kw_only=True):
     bytes: int  # of one
     cut_time: float  # of the last
     has_values: bool = False  # a step that ends here also needs its values
+    everywhere: bool = False  # every node reads them for itself
 
 
 class Rejection(Noun, frozen=True, kw_only=True):

@@ -645,7 +645,8 @@ def test_a_message_that_comes_to_nothing_is_answered_and_the_keeper_lives(tmp_pa
     trainer = Channel(ours)
     trainer.send(
         Hello(
-            rank=0, world=1, local=1, pid=os.getpid(), run="0" * 32, directory=str(tmp_path), generation="1",
+            rank=0, world=1, local=1, ranks_here=(0,), pid=os.getpid(), run="0" * 32, directory=str(tmp_path),
+            generation="1",
             resumed_from=None, every_steps=None, every_s=None, every_capture=False, keep_last=1, keep_every=None,
             lose_steps=1, lose_s=None, linger_s=0.0, torch="",
         )
@@ -721,7 +722,7 @@ def test_gc_leaves_a_run_alone_whose_next_life_has_just_begun(tmp_path: Path) ->
         tiers = [Disk(every=100), Memory(path=str(tmp_path))]
         assert live(lambda: train_tiny(directory, at(4, die), tiers=tiers)).killed
         before = committed(directory)
-        lock = claim.hold(directory, topology.here())
+        lock = claim._hold(directory, topology.here(), common=True)
         assert lock is not None
         assert gc(tmp_path) == {run_of(directory): "kept: in use"}
         os.close(lock)

@@ -30,6 +30,7 @@ from everstep.recover.load import clear_attempt, find
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
 from everstep.store.log import LogRead, log_name, read_log, segments
+from everstep.store.places import Places
 from everstep.topology import Topology, node_name
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -227,7 +228,7 @@ def test_a_log_of_another_run_is_not_taken(run: Path, tmp_path: Path) -> None:
 
 def read_all(directory: Path) -> tuple[int, dict[int, Any]]:
     """What a recovery would give to the optimizers: the base's step, and the bytes of every record after it."""
-    with Sources(directory, run_of(directory)) as sources:
+    with Sources(Places(directory=str(directory)), run_of(directory)) as sources:
         found = find(sources, ALONE, lambda event: None)
         clear_attempt(sources, lambda event: None)
         assert found is not None and found.chain is not None

@@ -22,13 +22,15 @@ import everstep
 PACKAGE = Path(everstep.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 DECISIONS = "tune"  # beside the road, and asked by anybody on it
-ROAD = ("capture", "store", "keeper", "recover")  # in the order of travel
+ROAD = ("capture", "store", "protect", "keeper", "recover")  # in the order of travel
 DOORS = ("run", "archive")
 BESIDE = ("cli", "testing")
 GROUND = {path.stem for path in FILES if len(path.parts) == 1} - {"__init__", *DOORS, *BESIDE}
 PURE = (
     Path("recover/plan.py"),
     Path("store/retain.py"),
+    Path("protect/groups.py"),
+    Path("protect/stripes.py"),
     *(file for file in FILES if file.parts[0] == DECISIONS),
 )
 
@@ -109,7 +111,7 @@ def test_decisions_touch_no_clock_file_socket_or_tensor(file: Path) -> None:
         "typing",
     }
     assert {name.split(".")[0] for name in imports(file)} <= harmless | {"everstep"}
-    assert rooms(file) <= {"types", "config", "errors", DECISIONS}
+    assert rooms(file) <= {"types", "config", "cadence", "errors", DECISIONS}
     called = {dotted(node.func) for node in ast.walk(tree(file)) if isinstance(node, ast.Call)}
     assert not called & {"open", "print", "input", "__import__", "exec", "eval"}
 
@@ -156,7 +158,8 @@ def test_reading_commands_start_without_torch(words: str, killed_run: Path) -> N
 
 def test_the_public_names_are_these_and_each_resolves() -> None:
     documented = {
-        "guard", "Run", "open", "Archive", "init_process_group", "Memory", "Disk", "Keep", "EverstepError",
+        "guard", "Run", "open", "Archive", "init_process_group", "Memory", "Disk", "Partner", "Parity",
+        "Shared", "Objects", "Keep", "EverstepError",
     }  # fmt: skip
     assert set(everstep.__all__) == documented
     assert len(everstep.__all__) == len(documented)

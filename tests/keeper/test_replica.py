@@ -25,6 +25,7 @@ from everstep.cli import app
 from everstep.events import Degraded, Drift, Persisted, Replayed, ReplicaMade, Started, read_events
 from everstep.keeper.client import keeper_pid, replica_of
 from everstep.recover.survey import Sources
+from everstep.store.places import Places
 
 STEPS, KILLED_AT = 24, 15
 At = Callable[[everstep.Run], None]
@@ -370,7 +371,7 @@ def test_nobody_advances_a_replica_that_is_being_read(directory: Path) -> None:
     def read(run: everstep.Run) -> None:
         if run.step == 5:
             await_replica(run)
-            sources = Sources(directory, run_of(directory))
+            sources = Sources(Places(directory=str(directory)), run_of(directory))
             run.__dict__["sources"] = sources
         if run.step == 10:
             (arena,) = [a for a in run.__dict__["sources"].arenas if a.kind == "replica"]

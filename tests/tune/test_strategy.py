@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.config import Every
+from everstep.cadence import Every
 from everstep.tune.controller import Controller, Measured, merge
 from everstep.tune.models import Costs
 from everstep.tune.strategy import Way, Wish, choose

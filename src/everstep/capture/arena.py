@@ -28,6 +28,7 @@ import xxhash
 
 from everstep.errors import BadConfig, Damaged, NotEnoughMemory
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
+from everstep.topology import node_name
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMFD = "memfd"
@@ -343,7 +344,8 @@ def arena_root(path: str | None) -> Path:
     base = Path(path) if path else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if not base.is_dir():
         raise BadConfig(f"Memory(path={str(base)!r}) is not a directory")
-    return base / f"everstep-{os.getuid()}"
+    node = os.environ.get("EVERSTEP_NODE")  # several nodes on one machine have nothing in common
+    return base / (f"everstep-{os.getuid()}-{node_name()}" if node else f"everstep-{os.getuid()}")
 
 
 def open_root(path: str | None) -> Path:

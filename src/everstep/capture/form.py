@@ -27,6 +27,8 @@ from everstep.types import Codec, ImageInfo, PackedBuffer
 # How the pieces of a record are called; others are values.
 GRADIENT, PACKED, CALL, DIGEST = "grad.", "packed.", "call.", "digest"
 
+_ONLY_IN_RECORDS = ("calls", "digested", "threads", "flushes")  # what a record's tree has beside a base's
+
 Groups = list[tuple[list[Tensor], list[Tensor]]]
 
 
@@ -226,6 +228,11 @@ def _buffer(parameters: Sequence[Tensor], names: dict[int, str]) -> PackedBuffer
         device=parameters[0].device.type,
         members=tuple((names[id(p)], tuple(p.shape)) for p in parameters),
     )
+
+
+def tree_of_base(tree: dict[str, Any]) -> dict[str, Any]:
+    """A record's tree as a base of its step would have it."""
+    return {key: value for key, value in tree.items() if key not in _ONLY_IN_RECORDS}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

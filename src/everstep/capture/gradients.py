@@ -411,7 +411,7 @@ class Recorder:
         slots = self._newest + 2
         if kind == "log":
             slots = max(_MIN_SLOTS, min(_MAX_SLOTS, base_bytes // layout.total_bytes))
-        root = choose_place(self._settings.memory.path, slots * layout.total_bytes, slots)
+        root = choose_place(self._settings.tiers.memory.path, slots * layout.total_bytes, slots)
         arena = Arena.create(
             root, kind=kind, run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout,
             slots=slots,

@@ -271,12 +271,12 @@ class Capture:
             self._left.remove(fitting[0])
             fitting[0].adopt(layout)
             return self._use(fitting[0])
-        slots = self._settings.memory.slots or (3 if self._topology.world == 1 else 4)
+        slots = self._settings.tiers.memory.slots or self._slots()
         if slots <= self._protected:
             raise BadConfig(
                 f"Memory(slots={slots}) is too few for several ranks: each keeps its newest two; use 3 or 4"
             )
-        root = choose_place(self._settings.memory.path, slots * layout.total_bytes, slots)
+        root = choose_place(self._settings.tiers.memory.path, slots * layout.total_bytes, slots)
         if root is None and self._settings.keeper == "inline":
             reason = (
                 "shared memory is too small, and an inline keeper cannot hold the arena for it; use keeper='process'"
@@ -286,6 +286,12 @@ class Capture:
             root, run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout, slots=slots
         )  # fmt: skip
         return self._use(arena)
+
+    def _slots(self) -> int:
+        """One is written, the newest stay, and everybody who reads one for long has one."""
+        tiers = self._settings.tiers
+        readers = 1 + len(tiers.deeper) + (tiers.protection is not None and self._topology.has_many_nodes)
+        return 1 + self._protected + readers
 
     def _use(self, arena: Arena) -> Arena:
         self._arena = arena

@@ -52,7 +52,7 @@ class Steering:
         logs = settings.strategy in ("log", "replica") or (settings.strategy == "auto" and had_log)
         self._controller = Controller(
             now="log" if logs else "snapshot", may_choose=settings.strategy == "auto" and settings.mode != "disk",
-            capture=settings.capture, durable=settings.disk.cadence, budget=settings.overhead_budget,
+            capture=settings.capture, durable=settings.tiers.disk.cadence, budget=settings.overhead_budget,
         )  # fmt: skip
         # Ranks that do not wait for each other in every step may not wait for each other here either.
         self._in_step = topology.world == 1 or all(map(is_replicated, subjects.models))

@@ -32,8 +32,10 @@ from everstep.keeper.protocol import (
     Hello,
     Inherit,
     Inherited,
+    Join,
     Lease,
     LeaseAnswer,
+    Member,
     Persist,
     Release,
     Replicated,
@@ -44,6 +46,7 @@ from everstep.keeper.protocol import (
     find_runtime_folder,
     leave,
 )
+from everstep.types import Level
 
 _ATTEMPTS = 5
 _ASK_AGAIN_S = 1.0
@@ -68,7 +71,9 @@ class KeeperClient:
         self._state = threading.Condition()
         self._closing = False
         self._inline: threading.Thread | None = None
-        self.durable_step = self.durable_base = -1
+        self._members: tuple[Member, ...] = ()
+        self.address = ""  # of the keeper, for other nodes
+        self.durable_step = self.durable_base = self.protected_step = self.shared_step = -1
         self.base_write_s = self.record_write_s = -1.0  # what the last ones took
         self.trouble = ""
         self.leased: tuple[int, ...] = ()
@@ -112,7 +117,9 @@ class KeeperClient:
         heard = channel.receive()
         if heard is None or not isinstance(heard[0], Welcome):
             return False
-        self.leased = heard[0].leased
+        self.leased, self.address = heard[0].leased, heard[0].address
+        if self._members:
+            channel.send(Join(members=self._members))
         for arena in self._arenas.values():
             channel.send(Attach(place=arena.place), arena.descriptors)
         return True
@@ -134,6 +141,13 @@ class KeeperClient:
 
     # -- what the trainer asks for
 
+    def join(self, members: tuple[Member, ...]) -> None:
+        """Tell the keeper who the others are. A keeper that takes its place is to be found where this one was."""
+        self._members = members
+        if self._hello is not None and self.address:
+            self._hello = msgspec.structs.replace(self._hello, address=self.address)
+        self._send(Join(members=members))
+
     def attach(self, arena: Arena) -> None:
         self._arenas[arena.kind] = arena
         self._send(Attach(place=arena.place), arena.descriptors)
@@ -142,29 +156,36 @@ class KeeperClient:
         self._arenas = {kind: arena for kind, arena in self._arenas.items() if kind == "base"}
         self._send(Detach())
 
-    def persist(self, step: int, *, as_base: bool) -> None:
-        self._send(Persist(step=step, as_base=as_base))
+    def persist(self, step: int, *, as_base: bool, level: Level = Level.DURABLE) -> None:
+        self._send(Persist(step=step, as_base=as_base, level=level))
 
     def stop_at(self, step: int) -> None:
         self._send(StopAt(step=step))
 
     def wait_durable(self, step: int, timeout_s: float | None, *, as_base: bool = False) -> bool:
-        """Whether the step was durable in time. Raises what the keeper complains of, if that is why it was not."""
+        return self.wait_for(Level.DURABLE, step, timeout_s, as_base=as_base)
+
+    def wait_for(self, level: Level, step: int, timeout_s: float | None, *, as_base: bool = False) -> bool:
+        """Whether the step was there in time. Raises what the keeper complains of, if that is why it was not."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.trouble = ""
 
         def reached() -> bool:
-            return (self.durable_base if as_base else self.durable_step) >= step
+            durable = self.durable_base if as_base else self.durable_step
+            levels = {Level.DURABLE: durable, Level.PROTECTED: self.protected_step, Level.SHARED: self.shared_step}
+            return levels[level] >= step
 
         while not reached() and not self.trouble:
             left = _ASK_AGAIN_S if deadline is None else min(_ASK_AGAIN_S, deadline - time.monotonic())
             if left <= 0:
                 return False
-            self.persist(step, as_base=as_base)  # again and again: a keeper that has just been born has not heard it
+            self.persist(
+                step, as_base=as_base, level=level
+            )  # again and again: a keeper that has just been born has not heard it
             with self._state:
                 self._state.wait_for(lambda: reached() or bool(self.trouble), left)
         if not reached():
-            raise EverstepError(f"step {step} is not durable: {self.trouble}")
+            raise EverstepError(f"step {step} is not {level.name.lower()}: {self.trouble}")
         return True
 
     def replica_status(self, step: int) -> dict[str, object] | None:
@@ -172,7 +193,9 @@ class KeeperClient:
         known = self.replica
         return {**msgspec.structs.asdict(known), "behind": step - known.step} if known is not None else None
 
-    def _send(self, message: Attach | Detach | Persist | StopAt | Bye, descriptors: list[int] | None = None) -> None:
+    def _send(
+        self, message: Attach | Detach | Join | Persist | StopAt | Bye, descriptors: list[int] | None = None
+    ) -> None:
         try:
             if self._channel is not None:
                 self._channel.send(message, descriptors)
@@ -204,11 +227,13 @@ class KeeperClient:
                 answers.release(slot)
             case StopAt(step=step) if answers:
                 answers.stop_at(step)
-            case Durable(step=step, base=base, base_write_s=base_write_s, record_write_s=record_write_s):
-                self.base_write_s, self.record_write_s = base_write_s, record_write_s
+            case Durable():
+                self.base_write_s, self.record_write_s = message.base_write_s, message.record_write_s
                 with self._state:
-                    self.durable_step = max(self.durable_step, step)
-                    self.durable_base = max(self.durable_base, base)
+                    self.durable_step = max(self.durable_step, message.step)
+                    self.durable_base = max(self.durable_base, message.base)
+                    self.protected_step = max(self.protected_step, message.protected)
+                    self.shared_step = max(self.shared_step, message.shared)
                     self._state.notify_all()
             case Replicated():
                 self.replica = message

@@ -6,7 +6,7 @@ Each function is safe to be killed in and called again: what is half there is re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import xxhash
@@ -72,10 +72,10 @@ def persist_part(
     return part
 
 
-def commit(tier: Tier, step: int, world: int, generation: str) -> bool:
-    """Write the commit if every rank's part is there, of one generation, and together they are whole."""
+def commit(tier: Tier, step: int, ranks: Sequence[int], world: int, generation: str) -> bool:
+    """Write the commit if the part of each of these ranks is there, of one generation, and all together are whole."""
     parts = []
-    for rank in range(world):
+    for rank in ranks:
         file = part_name(step, rank)
         try:
             part = read_record(tier, file, Part, step=step, rank=rank)
@@ -84,7 +84,7 @@ def commit(tier: Tier, step: int, world: int, generation: str) -> bool:
         if part.generation != generation or part.world != world:
             return False
         parts.append(part)
-    missing = uncovered(part.pieces for part in parts)
+    missing = uncovered(part.pieces for part in parts) if len(parts) == world else None
     if missing is not None:
         raise Damaged(f"the parts are not a whole checkpoint: {missing}", tier=tier.name, step=step)
     record = Commit(
@@ -104,11 +104,11 @@ def sound_steps(tier: Tier, run: str, *, read_all: bool = True) -> Iterator[int]
     for step in reversed(committed_steps(tier)):
         try:
             committed = read_commit(tier, step, run)
-            for rank in range(committed.world):
-                part = read_part(tier, committed, rank)
+            for ref in committed.parts:
+                part = read_part(tier, committed, ref.rank)
                 if read_all:
                     read_data(tier, part)
-                elif tier.size(data_name(step, rank)) != part.bytes:
+                elif tier.size(data_name(step, ref.rank)) != part.bytes:
                     raise Damaged("cut off")
         except (Damaged, OSError):
             continue

@@ -7,6 +7,8 @@ the trainer: a record stays in its ring until the logbook has said that it is on
 
 from __future__ import annotations
 
+import threading
+
 import xxhash
 
 from everstep import image
@@ -17,7 +19,7 @@ from everstep.image import FORMAT
 from everstep.keeper.flush import persist_part
 from everstep.keeper.protocol import Hello
 from everstep.store.log import LogWriter, cut_after, log_folder, log_name, rank_of, scan, segments
-from everstep.store.manifest import read_values_part, values_folder, values_steps
+from everstep.store.manifest import read_single_part, values_folder, values_steps
 from everstep.store.retain import spent_segments
 from everstep.store.tier import Tier
 from everstep.types import Frame
@@ -37,6 +39,8 @@ class _Book:
 class Logbook:
     def __init__(self, tier: Tier, emit: Sink) -> None:
         self._tier, self._emit = tier, emit
+        self.writing = threading.Lock()  # for whoever changes anything
+        self.base = -1  # the newest base on the medium, from which records lead on
         self._books: dict[int, _Book] = {}
         self._values_step = -1  # the newest step whose values are on the medium, of all ranks here,
         self._held = -1  # and the one whose values are to follow
@@ -67,7 +71,9 @@ class Logbook:
         self._values_step = -1
         for step in values_steps(self._tier):
             try:
-                parts = [read_values_part(self._tier, step, rank, hello.run) for rank in range(hello.world)]
+                parts = [
+                    read_single_part(self._tier, step, rank, hello.run, values_folder) for rank in hello.ranks_here
+                ]
             except (EverstepError, FileNotFoundError):
                 continue
             after = hello.resumed_from is None or step > hello.resumed_from
@@ -134,9 +140,9 @@ class Logbook:
             if not self._tier.names(log_folder(start)):
                 self._tier.delete_folder(log_folder(start))
 
-    def reach(self, base: int) -> int:
-        """The newest step that a base on the medium and the records of all ranks here lead to."""
-        books = self._books.values()
+    def reach(self) -> int:
+        """The newest step that a reboot would leave: the base, and the records of all ranks here that follow it."""
+        books, base = self._books.values(), self.base
         if not books or any(not book.first <= base <= book.last for book in books):
             return base
         last = min(book.last for book in books)
@@ -174,21 +180,21 @@ class Logbook:
         for old in values_steps(self._tier)[:-_KEPT_VALUES]:
             self._tier.delete_folder(values_folder(old))
 
-    def will_reach(self, step: int, base: int, rings: list[Arena]) -> bool:
-        """Whether records that are there, in rings or written, lead from a base on the medium to a step."""
+    def will_reach(self, step: int, rings: list[Arena]) -> bool:
+        """Whether records that are there, in rings or written, lead from the base to a step."""
         for ring in rings:
             book = self._books[ring.rank]
             sealed = {seal.step for seal in ring.seals().values()}
-            if not book.first <= base <= book.last or any(s not in sealed for s in range(book.last + 1, step + 1)):
+            if not book.first <= self.base <= book.last or any(s not in sealed for s in range(book.last + 1, step + 1)):
                 return False
             if book.has_values and book.last >= step > self._values_step:
                 return False  # its values were overwritten before they were saved
         return True
 
-    def is_behind(self, ring: Arena, base: int) -> bool:
-        """Whether a ring holds what neither the log nor a base on the medium has."""
+    def is_behind(self, ring: Arena) -> bool:
+        """Whether a ring holds what neither the log nor the base has."""
         book = self._books.get(ring.rank)
-        return book is not None and any(seal.step > max(book.last, base) for seal in ring.seals().values())
+        return book is not None and any(seal.step > max(book.last, self.base) for seal in ring.seals().values())
 
     def _starts(self, rank: int) -> list[int]:
         return [s for s in segments(self._tier) if log_name(s, rank) in self._tier.names(log_folder(s))]

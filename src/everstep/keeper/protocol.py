@@ -17,6 +17,7 @@ import msgspec
 
 from everstep.capture.arena import arena_root, open_root
 from everstep.errors import KeeperLost
+from everstep.types import Level
 
 OWNER_NOTE = "directory"  # beside the arenas of a run: where its disk is
 _MAX_MESSAGE = 64 << 10
@@ -25,6 +26,15 @@ _MAX_DESCRIPTORS = 253
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the job, and where its keeper is to be found."""
+
+    node: str
+    domain: str
+    address: str
+    ranks: tuple[int, ...]
 
 
 # trainer to keeper
@@ -36,6 +46,7 @@ class Hello(Message, frozen=True, kw_only=True):
     rank: int
     world: int
     local: int
+    ranks_here: tuple[int, ...]  # whose parts lie on this node's disk: all, if every node sees it
     pid: int
     run: str
     directory: str
@@ -50,6 +61,9 @@ class Hello(Message, frozen=True, kw_only=True):
     keep_every: int | None
     linger_s: float
     torch: str
+    tiers: str = ""  # what guard() was given, as it is written
+    secret: bytes = b""  # of this life, where there are several nodes,
+    address: str = ""  # and where others are to find this node's keeper; port 0: any
     replica: str = ""  # the kind of device on which the state is that a replica is to follow; empty: there is none
 
 
@@ -63,16 +77,23 @@ class Detach(Message, frozen=True, kw_only=True):
     """There are no more records; the rings are needed until bases have taken their place."""
 
 
+class Join(Message, frozen=True, kw_only=True):
+    """The nodes of this life, in the order in which all of them know them."""
+
+    members: tuple[Member, ...]
+
+
 class LeaseAnswer(Message, frozen=True, kw_only=True):
     step: int
     slot: int | None
 
 
 class Persist(Message, frozen=True, kw_only=True):
-    """Make this step durable as soon as it can be: somehow, or as a base."""
+    """Bring this step to a level as soon as it can be: somehow, or as a base."""
 
     step: int
     as_base: bool
+    level: Level = Level.DURABLE
 
 
 class StopAt(Message, frozen=True, kw_only=True):
@@ -100,6 +121,7 @@ class Bye(Message, frozen=True, kw_only=True):
 
 class Welcome(Message, frozen=True, kw_only=True):
     leased: tuple[int, ...]
+    address: str = ""  # where other nodes find this keeper
 
 
 class Lease(Message, frozen=True, kw_only=True):
@@ -115,6 +137,8 @@ class Durable(Message, frozen=True, kw_only=True):
     base: int  # the newest base on the disk; records lead from there to `step`
     base_write_s: float = -1.0  # what the last base and the last records took; -1: there were none
     record_write_s: float = -1.0
+    protected: int = -1  # as far as a lost node would leave it,
+    shared: int = -1  # and the loss of all of them
 
 
 class Trouble(Message, frozen=True, kw_only=True):
@@ -151,8 +175,8 @@ class Inherited(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    Hello | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release | Durable
-    | Trouble | Inherited | AskReplica | Replicated | Hold | Held
+    Hello | Join | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
+    | Durable | Trouble | Inherited | AskReplica | Replicated | Hold | Held
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from everstep.capture.arena import Arena
 from everstep.errors import KeeperLost
 from everstep.events import Degraded, Sink
 from everstep.keeper.protocol import AnyMessage, Attach, Channel, Held, Hold, Replicated
+from everstep.keeper.roster import Roster
 from everstep.keeper.session import Session
 from everstep.topology import node_name
 
@@ -30,11 +31,9 @@ _END_TIMEOUT_S = 2.0
 class Replicas:
     """Those of all ranks on this node: one process has them."""
 
-    def __init__(
-        self, directory: Path, emit: Sink, sessions: dict[int, Session], selector: selectors.BaseSelector
-    ) -> None:
+    def __init__(self, directory: Path, emit: Sink, roster: Roster, selector: selectors.BaseSelector) -> None:
         self._directory, self._emit = directory, emit
-        self._sessions, self._selector = sessions, selector
+        self._roster, self._selector = roster, selector
         self._generation = ""
         self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,15 +90,14 @@ class Replicas:
         match message:
             case Replicated():
                 self.state = message
-                for session in list(self._sessions.values()):
-                    session.tell(message)
+                self._roster.tell(message)
             case Held(step=step):
                 with self._holding:
                     self._held = step
                     self._holding.notify_all()
             case Attach(place=place):
                 arena = Arena(descriptors[0], descriptors[1:], place)
-                session = self._sessions[arena.rank]
+                session = self._roster.sessions[arena.rank]
                 before, session.replica = session.replica, arena
                 if before is not None:
                     before.close()
@@ -116,7 +114,7 @@ class Replicas:
             return
         self._emit(Degraded(what="the replica died; another one is started", reason=reason))
         self._start()
-        for session in self._sessions.values():
+        for session in self._roster.all():
             self._introduce(session)
 
     def end(self) -> None:

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from everstep.capture.digest import MODULUS, digest, number
 from everstep.capture.extras import decode, encode
-from everstep.capture.form import CALL, DIGEST, GRADIENT
+from everstep.capture.form import CALL, DIGEST, GRADIENT, tree_of_base
 from everstep.capture.layout import TORCH_DTYPES
 from everstep.capture.update import Call, Double, Member, rebuild, recorded_call
 from everstep.image import ImageLayout, Wanted, extras_of, lay_out
 from everstep.types import ImageInfo, OptimizerInfo, Piece
 
-_OF_RECORDS = ("calls", "digested", "threads", "flushes")  # what a record's tree has beside a base's
 _AT_ONCE = 1 << 22  # elements that are compared at a time
 
 
@@ -158,7 +157,7 @@ class Image:
                 if name not in self.view.pieces:
                     raise Lost(f"the base has no {name}")
                 self.view[name].copy_(record.view[name])
-        self._write_extras({key: value for key, value in tree.items() if key not in _OF_RECORDS})
+        self._write_extras(tree_of_base(tree))
         if self._exact and tree["digested"]:
             self._prove(record)
 

@@ -56,14 +56,14 @@ def scavenge(tier: DiskTier, arenas: list[Arena], run: str) -> int | None:
     """
     base = _scavenge_base(tier, arenas, run)
     rings = _rings(arenas)
-    book = _book_of(tier, rings)
+    book = _book_of(tier, rings, base)
     values = [arena for arena in arenas if arena.kind == "values"]
     book.hold_values(values, rings)
     for ring in rings:
         while book.take(ring):
             continue  # every call takes as far as there is no gap
     book.save_values(values, torch_version="")
-    return base if base is None else book.reach(base)
+    return None if base is None else book.reach()
 
 
 def _rings(arenas: list[Arena]) -> list[Arena]:
@@ -74,8 +74,9 @@ def _rings(arenas: list[Arena]) -> list[Arena]:
     )
 
 
-def _book_of(tier: DiskTier, rings: list[Arena]) -> Logbook:
+def _book_of(tier: DiskTier, rings: list[Arena], base: int | None) -> Logbook:
     book = Logbook(tier, lambda event: None)
+    book.base = -1 if base is None else base
     for rank, run in {(ring.rank, ring.run) for ring in rings}:
         book.go_on(rank, run)
     return book
@@ -107,7 +108,7 @@ def _persist(tier: DiskTier, step: int, slots: list[tuple[Arena, int]]) -> None:
         if part is None:
             raise EverstepError(f"the arena of rank {arena.rank} is being written to; is the run alive?")
         generation = part.generation
-    flush.commit(tier, step, slots[0][0].world, generation)
+    flush.commit(tier, step, [arena.rank for arena, _ in slots], slots[0][0].world, generation)
 
 
 def _is_used(folder: Path, arenas: list[Arena]) -> bool:
@@ -183,9 +184,9 @@ def _look(folder: Path) -> Left:
 def _held(tier: DiskTier, arenas: list[Arena], run: str) -> str:
     durable = next(flush.sound_steps(tier, run), -1)
     rings = _rings(arenas)
-    book = _book_of(tier, rings)
+    book = _book_of(tier, rings, durable)
     steps = [step for step, _ in whole_steps(arenas)[:1] if step > durable]
-    steps += [max(seal.step for seal in ring.seals().values()) for ring in rings if book.is_behind(ring, durable)]
+    steps += [max(seal.step for seal in ring.seals().values()) for ring in rings if book.is_behind(ring)]
     return f"holding step {max(steps)}" if steps else "spent"
 
 

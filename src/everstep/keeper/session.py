@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +13,22 @@ from pathlib import Path
 import xxhash
 
 from everstep.capture.arena import MEMFD, Arena
-from everstep.config import Every
 from everstep.errors import KeeperLost
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.logbook import Logbook
-from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer, find_runtime_folder, leave
+from everstep.keeper.protocol import (
+    AnyMessage,
+    Channel,
+    Hello,
+    Lease,
+    LeaseAnswer,
+    Release,
+    find_runtime_folder,
+    leave,
+)
 
 _LEASE_TIMEOUT_S = 5.0
-_TICK_S = 0.05
-_MANY_NODES_STRIDE = 50
-_AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
-_AUTO_SHARE = 0.1  # and writing takes at most this share of the time
+TICK_S = 0.05
 
 
 @dataclass(slots=True)
@@ -38,7 +44,9 @@ class Session:
     values: Arena | None = None
     ring_is_spent: bool = False  # nothing is recorded any more
     outgrown: list[Arena] = field(default_factory=list)  # earlier ones, held until the present one has a seal
-    leased: set[int] = field(default_factory=set)
+    leased: Counter[int] = field(default_factory=Counter)  # slot -> how many hold it
+    leasing: threading.Lock = field(default_factory=threading.Lock)
+    answers: queue.Queue[LeaseAnswer] = field(default_factory=queue.Queue)  # to questions for a lease
 
     def arenas(self) -> list[Arena]:
         """All that this rank has in memory, but for what was outgrown."""
@@ -83,77 +91,48 @@ class Session:
                 self.arena = self.outgrown.pop()
 
 
-def newest_common(sessions: list[Session], wanted: int) -> int | None:
-    """The newest step that every local rank has sealed, in one generation.
-
-    Among several keepers only the steps that all of them would choose: every so many, and what is waited for.
-    """
-    stride = 1
-    sealed = []
-    for session in sessions:
-        if session.hello.local < session.hello.world:
-            stride = session.hello.every_steps or _MANY_NODES_STRIDE
-        assert session.arena is not None
-        sealed.append(_sealed(session.arena))
-    common = set.intersection(*sealed) if sealed else set()
-    return max((step for step, _ in common if step % stride == 0 or step == wanted), default=None)
-
-
-def newest_replica(sessions: list[Session]) -> int | None:
-    """The newest step of which the replicas of all ranks are sealed; only where all ranks are on this node."""
-    if not sessions or len(sessions) < sessions[0].hello.world:
+def lease_all(sessions: list[Session], step: int) -> list[int | None] | None:
+    """The slots of a true base; None if there is none of this step."""
+    if any(session.arena is None or session.arena.slot_of(step) is None for session in sessions):
         return None
-    sealed = [_sealed(session.replica) if session.replica is not None else set() for session in sessions]
-    return max((step for step, _ in set.intersection(*sealed)), default=None)
+    return [_lease(session, step) for session in sessions]
 
 
-def cadence(hello: Hello, flush_took_s: float) -> Every:
-    """How often a base is written."""
-    if hello.every_steps is None and hello.every_s is None:
-        return Every(seconds=max(_AUTO_FLOOR_S, flush_took_s / _AUTO_SHARE))
-    return Every(steps=hello.every_steps, seconds=hello.every_s)
-
-
-def _sealed(arena: Arena) -> set[tuple[int, str]]:
-    return {(seal.step, seal.generation) for seal in arena.seals().values()}
-
-
-class Leases:
-    """Asks trainers for slots. `answers`: what they say, from whoever hears them."""
-
-    def __init__(self) -> None:
-        self.answers: queue.Queue[LeaseAnswer] = queue.Queue()
-
-    def ask_all(self, sessions: list[Session], step: int) -> list[int | None] | None:
-        """The slots of a true base; None if there is none of this step."""
-        if any(session.arena is None or session.arena.slot_of(step) is None for session in sessions):
-            return None
-        return [self.ask(session, step) for session in sessions]
-
-    def ask(self, session: Session, step: int) -> int | None:
-        """The slot of a step, which stays as it is until it is given back; None if it is not to be had."""
-        assert session.arena is not None
+def _lease(session: Session, step: int) -> int | None:
+    """The slot of a step, which stays as it is until all who asked give it back; None if it is not to be had."""
+    assert session.arena is not None
+    with session.leasing:
         if not session.alive:
             slot = session.arena.slot_of(step)
         else:
-            while not self.answers.empty():
-                self.answers.get_nowait()  # late answers of an earlier question
+            while not session.answers.empty():
+                session.answers.get_nowait()  # late answers of an earlier question
             session.tell(Lease(step=step))
-            slot = self._await_answer(session, step)
+            slot = _await_answer(session, step)
         if slot is not None:
-            session.leased.add(slot)
+            session.leased[slot] += 1
         return slot
 
-    def _await_answer(self, session: Session, step: int) -> int | None:
-        deadline = time.monotonic() + _LEASE_TIMEOUT_S
-        while session.alive and time.monotonic() < deadline:
-            try:
-                answer = self.answers.get(timeout=_TICK_S)
-            except queue.Empty:
-                continue
-            if answer.step == step:
-                return answer.slot
-        return None
+
+def give_back(session: Session, slot: int) -> None:
+    """The trainer hears of it when nobody else holds the slot."""
+    with session.leasing:
+        session.leased[slot] -= 1
+        if session.leased[slot] <= 0:
+            del session.leased[slot]
+            session.tell(Release(slot=slot))
+
+
+def _await_answer(session: Session, step: int) -> int | None:
+    deadline = time.monotonic() + _LEASE_TIMEOUT_S
+    while session.alive and time.monotonic() < deadline:
+        try:
+            answer = session.answers.get(timeout=TICK_S)
+        except queue.Empty:
+            continue
+        if answer.step == step:
+            return answer.slot
+    return None
 
 
 def give_up(arena: Arena) -> None:
@@ -178,9 +157,19 @@ def check_newest(arena: Arena, stop: Callable[[], bool]) -> None:
     slot = max(seals, key=lambda s: seals[s].sequence, default=None)
     if slot is None or arena.checks(slot) is not None:
         return
-    view, checksums = arena.image(slot), []
+    view, found = arena.image(slot), []
     for at in range(0, len(view), CHUNK_BYTES):
-        checksums.append(xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]))
+        found.append(xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]))
         if stop() or arena.seals().get(slot) != seals[slot]:
             return
-    arena.set_checks(slot, seals[slot].sequence, tuple(checksums))
+    arena.set_checks(slot, seals[slot].sequence, tuple(found))
+
+
+def checksums(arena: Arena, slot: int) -> tuple[int, ...]:
+    """Those of a slot that is leased."""
+    known = arena.checks(slot)
+    if known is None:
+        view = arena.image(slot)
+        known = tuple(xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]) for at in range(0, len(view), CHUNK_BYTES))
+        arena.set_checks(slot, arena.seals()[slot].sequence, known)
+    return known

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,8 +22,16 @@ from everstep.capture.layout import TORCH_DTYPES
 from everstep.capture.update import Consumed, recorded_call
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.assemble import Checkpoint
-from everstep.recover.survey import RecordImage, Sources
+from everstep.recover.shelf import RecordImage
 from everstep.types import Holding, Piece, Plan, Records
+
+
+class Reader(Protocol):
+    """Whoever has records and values: this node, or all of them."""
+
+    def record(self, records: Records, step: int, *, copy: bool = False) -> RecordImage: ...
+
+    def values(self, holding: Holding, *, copy: bool = False) -> RecordImage: ...
 
 
 @dataclass(slots=True)
@@ -39,18 +48,11 @@ class BadRecord(Exception):
         self.what, self.reason = what, reason
 
 
-def fetch_chain(sources: Sources, plan: Plan, rank: int, *, copy: bool = False) -> Chain | None:
+def fetch_chain(sources: Reader, plan: Plan, rank: int, *, copy: bool = False) -> Chain | None:
     """All records of a plan, every byte of them checked; None if it has none. BadRecord at the first damaged one."""
     if not plan.records or plan.step is None or plan.base is None:
         return None
-    images: dict[int, dict[int, RecordImage]] = {}
-    for records in plan.records:
-        for step in range(records.first, records.last + 1):
-            try:
-                images.setdefault(step, {})[records.rank] = sources.record(records, step, copy=copy)
-            except (EverstepError, OSError) as error:
-                bad = Records(**{**_fields(records), "first": step, "last": step})
-                raise BadRecord(bad, str(error)) from error
+    images, values = _fetch_all(sources, plan, copy)
     maps: dict[tuple[int, ...], _Map] = {}
     consumed = []
     for step in range(plan.base + 1, plan.step + 1):
@@ -60,24 +62,36 @@ def fetch_chain(sources: Sources, plan: Plan, rank: int, *, copy: bool = False) 
             maps[key] = _Map(found, rank)
         consumed.append(_consumed(step, found, maps[key], rank))
     last = _last(plan.step, images[plan.step], rank)
-    _add_values(last, sources, plan, rank, copy)
+    own = rank if rank in values else 0
+    for one, value in values.items():
+        for piece in value.layout.pieces:
+            if not piece.private or one == own:
+                last.pieces.setdefault(piece.name, []).append((piece, value.tensor(piece)))
     return Chain(consumed, last)
 
 
-def _add_values(last: Checkpoint, sources: Sources, plan: Plan, rank: int, copy: bool) -> None:
-    own = rank if any(holding.rank == rank for holding in plan.values) else 0
+def _fetch_all(
+    sources: Reader, plan: Plan, copy: bool
+) -> tuple[dict[int, dict[int, RecordImage]], dict[int, RecordImage]]:
+    """Records by step and rank, and values by rank. All are asked for also after one is bad: ranks fetch in step."""
+    images: dict[int, dict[int, RecordImage]] = {}
+    values: dict[int, RecordImage] = {}
+    first_bad: BadRecord | None = None
+    for records in plan.records:
+        for step in range(records.first, records.last + 1):
+            try:
+                images.setdefault(step, {})[records.rank] = sources.record(records, step, copy=copy)
+            except (EverstepError, OSError) as error:
+                bad = msgspec.structs.replace(records, first=step, last=step)
+                first_bad = first_bad or BadRecord(bad, str(error))
     for holding in plan.values:
         try:
-            found = sources.values(holding, copy=copy)
+            values[holding.rank] = sources.values(holding, copy=copy)
         except (EverstepError, OSError) as error:
-            raise BadRecord(holding, str(error)) from error
-        for piece in found.layout.pieces:
-            if not piece.private or holding.rank == own:
-                last.pieces.setdefault(piece.name, []).append((piece, found.tensor(piece)))
-
-
-def _fields(records: Records) -> dict[str, Any]:
-    return {name: getattr(records, name) for name in records.__struct_fields__}
+            first_bad = first_bad or BadRecord(holding, str(error))
+    if first_bad is not None:
+        raise first_bad
+    return images, values
 
 
 class _Map:

@@ -15,6 +15,7 @@ from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Rejected, Sink
 from everstep.image import FORMAT
 from everstep.recover.assemble import Checkpoint, Image, view
+from everstep.recover.carry import Carrier
 from everstep.recover.chain import BadRecord, Chain, fetch_chain
 from everstep.recover.plan import make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
@@ -53,8 +54,9 @@ def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = N
     answers = [msgspec.msgpack.decode(a, type=tuple[str, Survey]) for a in exchange(mine, topology)]
     nodes = {node for node, _ in answers}
     survey = up_to(merge([answer for _, answer in answers]), limit)
-    had_past = any(r.certain for r in survey.rejections) or any(h.source == "disk" for h in survey.holdings)
+    had_past = any(r.certain for r in survey.rejections) or any(h.source != "memory" for h in survey.holdings)
     told: set[Rejection] = set()
+    carrier = Carrier(sources, topology)
     while True:
         plan = make_plan(survey, nodes)
         if topology.rank == 0:
@@ -67,7 +69,7 @@ def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = N
             return None
         if topology.rank == 0:
             note_attempt(sources, plan.step, emit)
-        found, report = _fetch(sources, plan, topology.rank)
+        found, report = _fetch(carrier, plan, topology.rank)
         answered = exchange(msgspec.msgpack.encode(report), topology)
         reports = [msgspec.msgpack.decode(answer, type=_Report) for answer in answered]
         bad: list[tuple[Holding | Records, str]] = []
@@ -80,23 +82,25 @@ def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = N
             survey = without(survey, what, reason)
 
 
-def _fetch(sources: Sources, plan: Plan, rank: int) -> tuple[Found | None, _Report]:
+def _fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, _Report]:
     images: dict[int, Image] = {}
     bad: list[tuple[Holding, str]] = []
     for holding in plan.parts:
         try:
-            images[holding.rank] = sources.fetch(holding)
+            images[holding.rank] = carrier.image(holding)
         except (EverstepError, OSError) as error:
             bad.append((holding, str(error)))
-    if bad:
+    base: Checkpoint | None = None
+    if not bad:
+        assert plan.base is not None
+        try:
+            base = view(images, plan.base, rank)
+        except Damaged as error:
+            bad = [(holding, str(error)) for holding in plan.parts]
+    if not carrier.is_agreed(not bad) or base is None:
         return None, _Report(bad, [])
-    assert plan.base is not None
     try:
-        base = view(images, plan.base, rank)
-    except Damaged as error:
-        return None, _Report([(holding, str(error)) for holding in plan.parts], [])
-    try:
-        return Found(base, fetch_chain(sources, plan, rank), plan), _Report([], [])
+        return Found(base, fetch_chain(carrier, plan, rank), plan), _Report([], [])
     except BadRecord as error:
         if isinstance(error.what, Holding):
             return None, _Report([(error.what, error.reason)], [])

@@ -1,7 +1,7 @@
 """Which step to restore, and from where: a pure function of what is left.
 
-The newest step wins that is whole: a base, which is every old rank's part, of one generation, readable on every node
-that needs it, and every rank's record of each step after it. Of several ways to a step the one with the fewest records
+The newest step wins that is whole: a base, which is every old rank's part, of one generation, on nodes that can be
+reached, and every rank's record of each step after it. Of several ways to a step the one with the fewest records
 is taken, and memory before disk. A step whose readers failed is offered last. Whatever is passed over is explained.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from typing import get_args
 
 import msgspec
 
-from everstep.types import Attempt, Holding, Plan, Records, Rejection, Survey
+from everstep.types import Attempt, Holding, Plan, Records, Rejection, Source, Survey
 
 _TRIES = 2  # a reader may be killed by chance once; a step that ends two readers in a row is suspect
-_COST = {"memory": 0, "disk": 1}
+_COST = {source: cost for cost, source in enumerate(get_args(Source))}  # the nearest first
 
 
 def merge(surveys: Collection[Survey]) -> Survey:
@@ -30,7 +31,7 @@ def merge(surveys: Collection[Survey]) -> Survey:
 
 
 def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
-    """`nodes`: where the readers are; each of them needs every part."""
+    """`nodes`: those that can be reached; what only another one has cannot be had."""
     groups = _by_base(survey)
     suspects = {attempt.step: attempt for attempt in survey.attempts if _is_suspect(attempt)}
     log = _Log(survey, nodes)
@@ -91,7 +92,7 @@ class _Log:
         records = survey.records
         self._of: dict[int, dict[int, Records]] = defaultdict(dict)  # step -> rank -> the cheapest
         for one in sorted(records, key=lambda r: _COST[r.source], reverse=True):
-            if one.source == "disk" or set(nodes) <= {one.node}:
+            if one.everywhere or one.node in nodes:
                 for step in range(one.first, one.last + 1):
                     self._of[step][one.rank] = one
 
@@ -172,7 +173,7 @@ def _suspicion(attempt: Attempt) -> str:
 def _parts(held: list[Holding], world: int, nodes: Collection[str]) -> tuple[tuple[Holding, ...], str | None]:
     chosen, missing = [], []
     for rank in range(world):
-        readable = [h for h in held if h.rank == rank and (h.source == "disk" or set(nodes) <= {h.node})]
+        readable = [h for h in held if h.rank == rank and (h.everywhere or h.node in nodes)]
         if readable:
             chosen.append(min(readable, key=lambda h: _COST[h.source]))
         else:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from everstep.capture.form import tree_of_base
 from everstep.capture.layout import DTYPES
 from everstep.errors import Diverged, EverstepError
 from everstep.recover.assemble import Checkpoint
@@ -17,8 +18,6 @@ from everstep.recover.chain import Chain
 from everstep.recover.replay import replay, subjects_of
 from everstep.topology import Topology
 from everstep.types import Piece
-
-OF_RECORDS = ("calls", "digested", "threads", "flushes")  # what a record's extras have and a base's have not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ def rebuild(base: Checkpoint, chain: Chain) -> Rebuilt:
         torch.set_num_threads(threads)
     found = Checkpoint(
         step=chain.last.step, world=base.world, info=base.info, own=base.own, pieces=dict(base.pieces),
-        extras={key: value for key, value in chain.last.extras.items() if key not in OF_RECORDS},
+        extras=tree_of_base(chain.last.extras),
     )  # fmt: skip
     for name, pieces in chain.last.pieces.items():
         found.pieces[name] = [(piece, part.clone()) for piece, part in pieces]

@@ -17,7 +17,8 @@ from everstep import image
 from everstep.capture.arena import Arena, Seal
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.audit import log_files
-from everstep.recover.survey import RecordImage, Sources
+from everstep.recover.shelf import RecordImage
+from everstep.recover.survey import Sources
 from everstep.store.log import LogRead, read_log
 from everstep.types import Source
 

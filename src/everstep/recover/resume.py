@@ -46,7 +46,7 @@ def resume(
         reason = f"it was advanced by host arithmetic, which rounds otherwise than that of {found.base.info.replica}"
         emit(Degraded(what=what, reason=reason))
     topology.exchange(b"", place)  # nobody forgets the attempt before all are through
-    if place.rank == 0:
+    if place.is_leader:
         clear_attempt(sources, emit)
     kinds = {part.source for part in found.plan.parts} | {one.source for one in found.plan.records}
     return Resumed(found.latest, found.base.step, " and ".join(sorted(kinds, reverse=True)))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import msgspec
 import xxhash
@@ -14,71 +11,31 @@ import xxhash
 from everstep import image
 from everstep.capture.arena import Arena, arena_root, find_arenas
 from everstep.errors import Damaged, EverstepError
-from everstep.image import CHUNK_BYTES, ImageLayout
+from everstep.image import CHUNK_BYTES
 from everstep.keeper.client import inherited
-from everstep.store.disk import DiskTier
-from everstep.store.log import LogRead, log_folder, log_name, rank_of, read_log, scan, segments
-from everstep.store.manifest import (
-    check_chunks,
-    committed_steps,
-    read_commit,
-    read_data,
-    read_part,
-    read_record,
-    read_values_part,
-    values_folder,
-    values_steps,
-)
+from everstep.recover.shelf import RecordImage, Shelf
+from everstep.store.manifest import check_chunks, read_record
+from everstep.store.places import Places, guest_tier
 from everstep.topology import node_name
-from everstep.types import Attempt, Holding, ImageInfo, Piece, Records, Rejection, Survey
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from everstep.types import Attempt, Holding, ImageInfo, Records, Rejection, Source, Survey
 
 ATTEMPTS = "attempt.json"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordImage:
-    """What one rank consumed in one step. `data` holds some ranges of the image, one after the other."""
-
-    layout: ImageLayout
-    info: ImageInfo
-    data: memoryview
-    ranges: tuple[tuple[int, int], ...]
-
-    def bytes_at(self, offset: int, length: int) -> memoryview:
-        at = 0
-        for begin, size in self.ranges:
-            if begin <= offset and offset + length <= begin + size:
-                return self.data[at + offset - begin : at + offset - begin + length]
-            at += size
-        raise Damaged(f"the record of rank {self.info.rank} lacks the bytes at {offset}")
-
-    def tensor(self, piece: Piece) -> Tensor:
-        from everstep.recover.assemble import tensor_in
-
-        return tensor_in(self.bytes_at(len(self.layout.header) + piece.offset, piece.length), piece)
-
-    def named(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin so, without that beginning."""
-        return {
-            piece.name.removeprefix(prefix): self.tensor(piece)
-            for piece in self.layout.pieces
-            if piece.name.startswith(prefix)
-        }
-
-    def extras(self) -> bytes:
-        begin = self.layout.extras_offset
-        (length,) = struct.unpack("<Q", self.bytes_at(begin, 8))
-        return bytes(self.bytes_at(begin + 8, length))
 
 
 class Sources:
     """Everything this node can read of one run."""
 
-    def __init__(self, directory: Path, run: str, *, memory_path: str | None = None) -> None:
-        self.tier, self.run, self.node = DiskTier(directory), run, node_name()
+    def __init__(self, places: Places, run: str, *, is_common: bool = False) -> None:
+        """`is_common`: every node reads this one's disk for itself."""
+        self.run, self.node, memory_path = run, node_name(), places.memory
+        self.tier = places.disk_tier()
+        self.shelves: dict[Source, Shelf] = {
+            "disk": Shelf(self.tier, run, source="disk", node=self.node, everywhere=is_common)
+        }
+        guests = guest_tier(run, memory_path)
+        self.shelves["partner"] = Shelf(guests, run, source="partner", node=self.node, commits=False)
+        for source, tier in places.deeper_tiers().items():
+            self.shelves[source] = Shelf(tier, run, source=source, node=self.node, everywhere=True)
         self._broken: list[str] = []
         found = list(find_arenas(arena_root(memory_path), run, self._broken))
         if memory_path is not None:
@@ -89,18 +46,17 @@ class Sources:
             if arena.kind == "replica":
                 arena.lock(shared=True)  # until it is closed: nobody advances what is read here
         self.rings = [arena for arena in found if arena.kind in ("log", "values")]
-        self._logs: dict[tuple[int, int], LogRead] = {}  # start, rank -> what is good of it
 
     def survey(self) -> Survey:
         holdings = [holding for arena in self.arenas for holding in self._in_memory(arena)]
         rejections = [Rejection(step=0, source="memory", reason=reason) for reason in self._broken]
         rejections += [rejection for arena in (*self.arenas, *self.rings) for rejection in _torn(arena)]
-        for step in committed_steps(self.tier):
-            holdings += self._on_disk(step, rejections)
         records = [one for ring in self.rings if ring.kind == "log" for one in self._in_ring(ring)]
-        records += self._logged(rejections)
         values = [one for ring in self.rings if ring.kind == "values" for one in self._in_memory(ring)]
-        values += self._saved_values(rejections)
+        for shelf in self.shelves.values():
+            holdings += shelf.holdings(rejections)
+            records += shelf.records(rejections)
+            values += shelf.values(rejections)
         return Survey(
             holdings=tuple(holdings), records=tuple(records), values=tuple(values), rejections=tuple(rejections),
             attempts=self.attempts(),
@@ -123,49 +79,12 @@ class Sources:
             for slot, seal in arena.seals().items()
         ]  # fmt: skip
 
-    def _on_disk(self, step: int, rejections: list[Rejection]) -> list[Holding]:
-        found = []
-        try:
-            commit = read_commit(self.tier, step, self.run)
-        except (EverstepError, OSError) as error:
-            rejections.append(Rejection(step=step, source="disk", reason=str(error)))
-            return []
-        for ref in commit.parts:
-            try:
-                part = read_part(self.tier, commit, ref.rank)
-            except (EverstepError, OSError) as error:
-                rejections.append(Rejection(step=step, source="disk", reason=str(error)))
-                continue
-            found.append(
-                Holding(
-                    source="disk", node=self.node, step=step, rank=part.rank, world=part.world,
-                    generation=part.generation, bytes=part.bytes, cut_time=part.cut_time, replica=part.replica,
-                )
-            )  # fmt: skip
-        return found
-
-    def _saved_values(self, rejections: list[Rejection]) -> Iterator[Holding]:
-        for step in values_steps(self.tier):
-            for name in self.tier.names(values_folder(step)):
-                if not name.endswith(".json"):
-                    continue
-                try:
-                    part = read_values_part(self.tier, step, int(name[-10:-5]), self.run)
-                except (EverstepError, OSError, ValueError) as error:
-                    rejections.append(Rejection(step=step, source="disk", reason=str(error), certain=False))
-                    continue
-                yield Holding(
-                    source="disk", node=self.node, step=step, rank=part.rank, world=part.world,
-                    generation=part.generation, bytes=part.bytes, cut_time=part.cut_time,
-                )  # fmt: skip
-
     def values(self, holding: Holding, *, copy: bool = False) -> RecordImage:
         """What a step left that is too large for every record, every byte of it checked."""
         if holding.source == "memory":
             data = self._from_memory(holding, copy, [ring for ring in self.rings if ring.kind == "values"])
         else:
-            part = read_values_part(self.tier, holding.step, holding.rank, self.run)
-            data = read_data(self.tier, part, values_folder)
+            data = self.shelves[holding.source].values_image(holding)
         layout, info = image.parse(data, len(data), file=f"values of rank {holding.rank}")
         if (info.run, info.rank, info.world) != (self.run, holding.rank, holding.world):
             raise Damaged("the values belong to another run or rank", step=holding.step, rank=holding.rank)
@@ -192,29 +111,6 @@ class Sources:
         if run is not None:
             yield run
 
-    def _logged(self, rejections: list[Rejection]) -> Iterator[Records]:
-        for start in segments(self.tier):
-            for name in self.tier.names(log_folder(start)):
-                rank = rank_of(name)
-                if rank is None:
-                    continue
-                try:
-                    log = scan(self.tier, start, rank, self.run)
-                except (EverstepError, OSError) as error:
-                    rejections.append(Rejection(step=start + 1, source="disk", reason=str(error)))
-                    continue
-                if log.problem:
-                    rejections.append(
-                        Rejection(step=log.last + 1, source="disk", reason=log.problem, certain=not log.torn)
-                    )
-                if log.records:
-                    newest = log.records[-1].frame
-                    yield Records(
-                        source="disk", node=self.node, rank=newest.rank, world=newest.world, first=start + 1,
-                        last=log.last, bytes=newest.payload_bytes, cut_time=newest.cut_time,
-                        has_values=log.info is not None and log.info.has_values,
-                    )  # fmt: skip
-
     def attempts(self) -> tuple[Attempt, ...]:
         try:
             return (read_record(self.tier, ATTEMPTS, Attempt),)
@@ -226,27 +122,17 @@ class Sources:
         if holding.source == "memory":
             data, file = self._from_memory(holding, copy, self.arenas), f"arena of rank {holding.rank}"
         else:
-            commit = read_commit(self.tier, holding.step, self.run)
-            data, file = read_data(self.tier, read_part(self.tier, commit, holding.rank)), f"rank {holding.rank}"
+            data, file = self.shelves[holding.source].image(holding), f"rank {holding.rank}"
         layout, info = image.parse(data, len(data), file=file)
         if (info.run, info.rank, info.world) != (self.run, holding.rank, holding.world):
             raise Damaged("the image belongs to another run or rank", step=holding.step, rank=holding.rank, file=file)
         return layout, info, data
 
     def record(self, records: Records, step: int, *, copy: bool = False) -> RecordImage:
-        """What one rank consumed in a step, every byte of it checked, if it comes from a disk."""
+        """What one rank consumed in a step, every byte of it checked, if it comes from a tier."""
         if records.source == "memory":
             return self._from_ring(records, step, copy)
-        for start in reversed(segments(self.tier)):
-            if start < step and log_name(start, records.rank) in self.tier.names(log_folder(start)):
-                log = self._logs.get((start, records.rank)) or read_log(self.tier, start, records.rank, self.run)
-                self._logs[start, records.rank] = log
-                if step <= log.last and log.layout is not None and log.info is not None:
-                    found = log.records[step - start - 1]
-                    return RecordImage(log.layout, log.info, log.payload(found), found.frame.ranges)
-                if log.problem:
-                    raise Damaged(log.problem, tier=self.tier.name, step=step, rank=records.rank)
-        raise Damaged("its record is no longer there", tier=self.tier.name, step=step, rank=records.rank)
+        return self.shelves[records.source].record(records, step)
 
     def _from_ring(self, records: Records, step: int, copy: bool) -> RecordImage:
         for ring in self.rings:

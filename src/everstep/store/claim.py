@@ -9,24 +9,70 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from everstep import topology
-from everstep.errors import EverstepError, RunHeld, TierFailed
+from everstep.errors import BadConfig, Damaged, EverstepError, RunHeld, TierFailed
 from everstep.events import Degraded, Sink
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import RUN_RECORD, encode, read_record, run_name
+from everstep.store.places import Places
+from everstep.store.tier import Tier
 from everstep.topology import Topology
 from everstep.types import RunRecord
 
 _LOCK_PATIENCE_S = 5.0
 
 
-def hold(directory: Path, place: Topology) -> int | None:
-    """Take the run for this job: rank 0 holds a lock that the kernel releases when it dies. All ranks hear of it."""
-    lock, holder = None, b""
+@dataclass(slots=True)
+class Claim:
+    """A run that is this job's, until it is given back or the process ends."""
+
+    run: str
+    disk_is_common: bool  # all nodes see the same disk
+    lock: int | None
+
+    def give_back(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+
+def take(places: Places, place: Topology, emit: Sink) -> Claim:
+    """Make a run this job's. All ranks must ask; RunHeld on all of them if it is another's."""
+    directory = Path(places.directory)
+    is_common = _is_common(directory, place)
+    disk_is_common = _is_common(Path(places.disk), place) if places.disk else is_common
+    lock = _hold(directory, place, common=is_common)
+    return Claim(_identity(places, place, emit, common=is_common), disk_is_common, lock)
+
+
+def _is_common(directory: Path, place: Topology) -> bool:
+    """Whether all nodes see the same directory: rank 0 leaves a note there, and the others look for it."""
+    if not place.has_many_nodes:
+        return True
+    name = f".seen-{uuid.uuid4().hex[:12]}".encode() if place.rank == 0 else b""
     if place.rank == 0:
+        (directory / name.decode()).touch()
+    name = topology.exchange(name, place)[0]
+    note = directory / name.decode()
+    seen = topology.exchange(b"1" if note.exists() else b"0", place)
+    if place.rank == 0:
+        note.unlink(missing_ok=True)
+    return b"0" not in seen
+
+
+def _hold(directory: Path, place: Topology, *, common: bool) -> int | None:
+    """Take the run for this job: a rank holds a lock that the kernel releases when it dies. All ranks hear of it.
+
+    Where every node has a directory of its own, one rank of each.
+    """
+    lock, holder = None, b""
+    if place.rank == 0 or (place.is_leader and not common):
         path = directory / "holder"
         me = f"{os.getpid()} {place.node}".encode()
         if _has_open(path):
@@ -39,7 +85,7 @@ def hold(directory: Path, place: Topology) -> int | None:
                     os.pwrite(lock, me, 0)
                 except OSError:
                     pass  # a full disk: the lock holds, only its holder's name is not to be had
-    holder = topology.exchange(holder, place)[0]
+    holder = next(filter(None, topology.exchange(holder, place)), b"")
     if holder:
         pid, _, host = holder.decode(errors="replace").partition(" ")
         raise RunHeld(str(directory), int(pid) if pid.isdigit() else 0, host)
@@ -94,40 +140,91 @@ def _has_open(path: Path) -> bool:
     return False
 
 
-def make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TierFailed(error.errno, f"the run's directory cannot be made: {error.strerror}", directory) from None
-
-
-def identity(directory: Path, place: Topology, emit: Sink) -> str:
-    """The run's name, made by rank 0 on the first day."""
-    name, failure = b"", None
-    if place.rank == 0:
+def make(places: Places) -> None:
+    for directory in filter(None, (places.directory, places.disk, places.shared)):
         try:
-            name = _name(DiskTier(directory), emit).encode()
-        except EverstepError as error:
-            failure = error
-    name = topology.exchange(name, place)[0]
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TierFailed(error.errno, f"the run's directory cannot be made: {error.strerror}", directory) from None
+
+
+def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> str:
+    """The run's name, the same on every rank: what its directories say, else its deeper tiers, else a new one.
+
+    A directory that was wiped is given the name again. All ranks raise if no name can be agreed on.
+    """
+    writes = place.rank == 0 or (place.is_leader and not common)
+    mine, failure = _Told(), None
+    if writes:
+        try:
+            mine = _Told(name=_known(DiskTier(Path(places.directory))))
+            if place.rank == 0:
+                mine.deeper = {source: _known(tier) for source, tier in places.deeper_tiers().items()}
+        except (EverstepError, OSError) as error:
+            mine, failure = _Told(problem=f"{place.node}: {error}"), error
+    told = [msgspec.json.decode(answer, type=_Told) for answer in topology.exchange(msgspec.json.encode(mine), place)]
+    problems = [one.problem for one in told if one.problem]
     if failure is not None:
         raise failure
-    if not name:
-        raise EverstepError(f"rank 0 cannot use {directory}; see its message")
-    return name.decode()
-
-
-def _name(tier: DiskTier, emit: Sink) -> str:
-    is_new = False
+    if problems:
+        raise TierFailed(errno.EIO, "it cannot be told whether this run has a past: " + "; ".join(problems))
+    name = _agree({place.nodes[rank]: one.name for rank, one in enumerate(told) if one.name}, told[0].deeper)
+    name = name or topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
+    problem, failure = "", None
     try:
-        name = run_name(tier)
-    except FileNotFoundError:
-        name, is_new = uuid.uuid4().hex, True
-    try:
-        read_record(tier, RUN_RECORD, RunRecord)
-    except (OSError, EverstepError) as error:
-        if not is_new:
-            emit(Degraded(what=f"{RUN_RECORD} was made anew from the commits", reason=str(error)))
-        tier.delete(RUN_RECORD)
-        tier.put(RUN_RECORD, memoryview(encode(RunRecord(format=FORMAT, run=name, created_time=time.time()))))
+        if writes:
+            _sign(DiskTier(Path(places.directory)), name, emit)
+            places.write()
+        if place.rank == 0:
+            for tier in places.deeper_tiers().values():
+                _sign(tier, name, emit)
+        if place.is_leader and places.disk:
+            _sign(places.disk_tier(), name, emit)
+    except (EverstepError, OSError) as error:
+        problem, failure = f"{place.node}: {error}", error
+    problems = [answer.decode() for answer in topology.exchange(problem.encode(), place) if answer]
+    if failure is not None:
+        raise failure
+    if problems:
+        raise TierFailed(errno.EIO, "the run cannot be written down: " + "; ".join(problems))
     return name
+
+
+class _Told(msgspec.Struct):
+    """What one rank knows of the run's name."""
+
+    name: str = ""
+    deeper: dict[str, str] = {}
+    problem: str = ""
+
+
+def _known(tier: Tier) -> str:
+    try:
+        return run_name(tier)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def _agree(of_nodes: dict[str, str], deeper: dict[str, str]) -> str:
+    """The name on which all that is there agrees; empty if nothing is there."""
+    known = {**of_nodes, **{source: name for source, name in deeper.items() if name}}
+    if len(set(known.values())) > 1:
+        said = ", ".join(f"{where} has run {name[:8]}" for where, name in sorted(known.items()))
+        raise BadConfig(f"these directories are of different runs: {said}; give the run places of its own")
+    return next(iter(known.values()), "")
+
+
+def _sign(tier: Tier, name: str, emit: Sink) -> None:
+    try:
+        if read_record(tier, RUN_RECORD, RunRecord).run == name:
+            return
+        raise BadConfig(f"{tier.name} has become another run's since the start")
+    except FileNotFoundError:
+        pass
+    except Damaged as error:
+        emit(Degraded(what=f"{RUN_RECORD} was made anew from the commits", reason=str(error)))
+        tier.delete(RUN_RECORD)
+    try:
+        tier.put(RUN_RECORD, memoryview(encode(RunRecord(format=FORMAT, run=name, created_time=time.time()))))
+    except FileExistsError:
+        pass  # another node that sees this directory was a moment earlier

@@ -24,12 +24,12 @@ import xxhash
 
 from everstep.errors import BadConfig, NotEnoughSpace, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, round_up
+from everstep.store.blocks import chunks, publish, read_all, whole_blocks, write_all, write_padded
 from everstep.types import Survives, Traits
 
 _THREADS = 4
 _TEMPORARY = ".tmp-"  # no blob is called so: names begin with a letter
 _NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")
-_STRAIGHT_BYTES = 256 << 10  # what is shorter is gathered: a copy costs less than a write of its own
 _SPARE_BYTES = 16 << 20  # never fill a disk to its last byte
 
 
@@ -59,7 +59,7 @@ class DiskTier:
             try:
                 checksums = self._write(temporary, data)
                 self.before(f"rename {name}")
-                _publish(temporary, path)
+                publish(temporary, path)
             finally:
                 self.before(f"unlink temporary {name}")
                 temporary.unlink(missing_ok=True)
@@ -77,9 +77,9 @@ class DiskTier:
                 checksum = int(xxhash.xxh3_64_intdigest(chunk))  # before the write: the disk does not wait for the last
                 self.before(f"write {path.name} at {offset}")
                 if direct and len(chunk) % BLOCK:
-                    _write_padded(descriptor, chunk, offset)
+                    write_padded(descriptor, chunk, offset)
                 else:
-                    _write_all(descriptor, chunk, offset)
+                    write_all(descriptor, chunk, offset)
                 return checksum
 
             if len(offsets) > 1:
@@ -109,6 +109,17 @@ class DiskTier:
                 path.unlink(missing_ok=True)  # some file systems create the file before they refuse
         return os.open(path, flags, 0o644), False
 
+    def receive(self, name: str, size: int) -> Incoming:
+        """A blob that comes in pieces, in any order. FileExistsError if it is there."""
+        path = self._path(name)
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path))
+        if self.free_bytes() < size + _SPARE_BYTES:
+            raise NotEnoughSpace(str(self.root), size, self.free_bytes())
+        with self._failing(f"writing {name}", size):
+            self._make_folder(path.parent)
+            return Incoming(self, path)
+
     # -- growing
 
     def append(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -135,9 +146,9 @@ class DiskTier:
                 os.close(descriptor)
 
     def _extend(self, name: str, descriptor: int, parts: Sequence[memoryview], end: int, direct: bool) -> None:
-        for piece in _whole_blocks(parts) if direct else _chunks(parts):
+        for piece in whole_blocks(parts) if direct else chunks(parts):
             self.before(f"write {name} at {end}")
-            _write_all(descriptor, piece, end)
+            write_all(descriptor, piece, end)
             end += len(piece)
         if self.durable:
             self.before(f"fsync {name}")
@@ -201,7 +212,7 @@ class DiskTier:
 
                 def read_chunk(offset: int) -> None:
                     end = min(offset + CHUNK_BYTES, round_up(size, BLOCK) if direct else size)
-                    _read_all(descriptor, buffer[offset:end], offset, size)
+                    read_all(descriptor, buffer[offset:end], offset, size)
 
                 offsets = range(0, size, CHUNK_BYTES)
                 if len(offsets) > 1:
@@ -340,73 +351,33 @@ class DiskTier:
             raise TierFailed(error.errno, f"{self.name} failed {what}: {error.strerror}", str(self.root)) from error
 
 
-def _publish(temporary: Path, path: Path) -> None:
-    """Rename without overwriting: a link refuses a name that is taken; where links are not to be had, look first."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path)) from error
-        os.rename(temporary, path)
+class Incoming:
+    """A blob on its way in: nothing of it is listed before it is finished."""
 
+    def __init__(self, tier: DiskTier, path: Path) -> None:
+        self._tier, self._path = tier, path
+        self._temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex[:12]}-{path.name}")
+        self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        try:
-            written = os.pwrite(descriptor, data, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            _write_padded(descriptor, data, offset)  # memory that does not begin on a block
-            return
-        data, offset = data[written:], offset + written
+    def write(self, offset: int, data: memoryview) -> None:
+        with self._tier._failing(f"writing {self._path.name}", len(data)):
+            self._tier.before(f"write {self._path.name} at {offset}")
+            write_all(self._descriptor, data.cast("B"), offset)
 
+    def finish(self) -> None:
+        with self._tier._failing(f"writing {self._path.name}"):
+            try:
+                if self._tier.durable:
+                    self._tier.before(f"fsync {self._path.name}")
+                    os.fsync(self._descriptor)
+                self._tier.before(f"rename {self._path.name}")
+                publish(self._temporary, self._path)
+            finally:
+                self.abandon()
+            self._tier._sync_folder(self._path.parent)
 
-def _chunks(parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    for part in parts:
-        for at in range(0, len(part), CHUNK_BYTES):
-            yield part[at : at + CHUNK_BYTES]
-
-
-def _whole_blocks(parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    """The same bytes, as O_DIRECT takes them: long stretches from where they lie, short ones gathered on a block."""
-    room, filled = memoryview(mmap.mmap(-1, CHUNK_BYTES)), 0
-    for part in parts:
-        while part:
-            straight = min(len(part) // BLOCK * BLOCK, CHUNK_BYTES)
-            if straight >= _STRAIGHT_BYTES and filled % BLOCK == 0:
-                if filled:
-                    yield room[:filled]
-                    filled = 0
-                yield part[:straight]
-                part = part[straight:]
-                continue
-            take = min(len(part), CHUNK_BYTES - filled)
-            room[filled : filled + take] = part[:take]
-            part, filled = part[take:], filled + take
-            if filled == CHUNK_BYTES:
-                yield room
-                filled = 0
-    if filled:
-        yield room[:filled]
-
-
-def _write_padded(descriptor: int, data: memoryview, offset: int) -> None:
-    """O_DIRECT takes whole blocks from whole blocks: copy to such; the file is cut to size afterwards."""
-    with mmap.mmap(-1, round_up(len(data), BLOCK)) as aligned:
-        aligned[: len(data)] = data
-        at = 0
-        while at < len(aligned):
-            with memoryview(aligned) as view, view[at:] as rest:
-                at += os.pwrite(descriptor, rest, offset + at)
-
-
-def _read_all(descriptor: int, into: memoryview, offset: int, size: int) -> None:
-    """Fill `into` from `offset`; with O_DIRECT the last read may ask for more than the file has."""
-    while into and offset < size:
-        count = os.preadv(descriptor, [into], offset)
-        if count == 0:
-            raise TierFailed(errno.EIO, "the file became shorter while it was read")
-        into, offset = into[count:], offset + count
+    def abandon(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._temporary.unlink(missing_ok=True)

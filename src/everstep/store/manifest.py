@@ -19,13 +19,14 @@ import xxhash
 from everstep.errors import Damaged, NewerFormat
 from everstep.image import CHUNK_BYTES, FORMAT
 from everstep.store.tier import Tier
-from everstep.types import Attempt, Commit, Part, Piece, RunRecord
+from everstep.types import Attempt, Commit, ParityRecord, Part, Piece, RunRecord, TiersRecord
 
-Record = TypeVar("Record", Commit, Part, RunRecord, Attempt)
+Record = TypeVar("Record", Commit, Part, RunRecord, TiersRecord, ParityRecord, Attempt)
 
 _COMMIT_NAME = re.compile(r"step-(\d{10})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{10})")
 _VALUES_FOLDER = re.compile(r"values-(\d{10})")
+_PARITY_FOLDER = re.compile(r"parity-(\d{10})")
 _MAX_RECORD_BYTES = 256 << 20
 RUN_RECORD = "run.json"
 Folder = Callable[[int], str]  # where the parts of a step lie
@@ -56,13 +57,28 @@ def part_name(step: int, rank: int, folder: Folder = step_folder) -> str:
     return f"{folder(step)}/rank-{rank:05d}.json"
 
 
+def parity_folder(step: int) -> str:
+    """Where a node has its parity of a step."""
+    return f"parity-{step:010d}"
+
+
+def parity_names(step: int, member: int) -> tuple[str, str]:
+    """The parity of a member of a group, and what it is made of."""
+    stem = f"{parity_folder(step)}/member-{member:05d}"
+    return f"{stem}.parity", f"{stem}.json"
+
+
+def parity_steps(tier: Tier) -> list[int]:
+    return [int(m[1]) for name in tier.folders() if (m := _PARITY_FOLDER.fullmatch(name))]
+
+
 def values_steps(tier: Tier) -> list[int]:
     return [int(m[1]) for name in tier.folders() if (m := _VALUES_FOLDER.fullmatch(name))]
 
 
-def read_values_part(tier: Tier, step: int, rank: int, run: str) -> Part:
-    """The manifest of one rank's values. FileNotFoundError if it is not there."""
-    file = part_name(step, rank, values_folder)
+def read_single_part(tier: Tier, step: int, rank: int, run: str, folder: Folder) -> Part:
+    """The manifest of one rank's part where no commit names it. FileNotFoundError if it is not there."""
+    file = part_name(step, rank, folder)
     part = read_record(tier, file, Part, step=step, rank=rank)
     if (part.step, part.rank, part.run) != (step, rank, run):
         raise Damaged("a manifest of another run, step or rank", tier=tier.name, file=file, step=step, rank=rank)
@@ -146,8 +162,9 @@ def read_commit(tier: Tier, step: int, run: str) -> Commit:
     commit = read_record(tier, file, Commit, step=step)
     if (commit.step, commit.run) != (step, run):
         raise Damaged(f"this commit is of step {commit.step} of run {commit.run}", tier=tier.name, file=file, step=step)
-    if len(commit.parts) != commit.world or {ref.rank for ref in commit.parts} != set(range(commit.world)):
-        raise Damaged("the commit does not list every rank once", tier=tier.name, file=file, step=step)
+    ranks = [ref.rank for ref in commit.parts]
+    if not ranks or ranks != sorted(set(ranks)) or ranks[-1] >= commit.world:
+        raise Damaged("the commit does not list ranks of its world, each once", tier=tier.name, file=file, step=step)
     return commit
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from everstep.config import Every
+from everstep.cadence import Every
 from everstep.tune.models import Costs, Tuning, steps_per_base
 from everstep.tune.strategy import Choice, Way, Wish, choose
 

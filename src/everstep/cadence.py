@@ -1,0 +1,42 @@
+"""How often: every so many steps, or every so many seconds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from everstep.errors import BadConfig
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(text: str, *, name: str) -> float:
+    """'30s', '500ms', '2h' as seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*", text)
+    if not match or float(match[1]) <= 0:
+        raise BadConfig(f"{name} must be a positive duration such as '30s', '5m' or '2h', not {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """A cadence: every so many steps, or every so many seconds."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, value: int | str, *, name: str) -> Every:
+        if isinstance(value, str):
+            return cls(seconds=seconds(value, name=name))
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadConfig(f"{name} must be a number of steps from 1, or a duration such as '30s', not {value!r}")
+        return cls(steps=value)
+
+    def due(self, step: int, now: float, last_step: int | None, last_time: float) -> bool:
+        """Whether `step` should be taken, given the last one that was."""
+        if last_step is None:
+            return True
+        if self.steps is not None:
+            return step // self.steps > last_step // self.steps
+        return now - last_time >= (self.seconds or 0.0)

@@ -1,0 +1,179 @@
+"""From the arenas to the disk: the keeper's thread that writes the newest base of all local ranks when it is due."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from everstep.cadence import Every
+from everstep.capture.arena import Arena
+from everstep.config import Keep
+from everstep.errors import Damaged
+from everstep.events import Degraded, Persisted, Rejected, Retired, Scavenged, Sink
+from everstep.keeper import flush
+from everstep.keeper.logbook import Logbook
+from everstep.keeper.protocol import Hello, Trouble
+from everstep.keeper.replica import Replicas
+from everstep.keeper.roster import Roster
+from everstep.keeper.rounds import NONE, Lane, Order
+from everstep.keeper.session import TICK_S, Session, lease_all
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import committed_steps
+
+_AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
+_AUTO_SHARE = 0.1  # and writing takes at most this share of the time
+
+
+class BaseWriter:
+    def __init__(
+        self, tier: DiskTier, roster: Roster, logbook: Logbook, replicas: Replicas, emit: Sink,
+        announce: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`announce`: tell everybody how far the medium is."""
+        self._tier, self._roster, self._logbook, self._replicas = tier, roster, logbook, replicas
+        self._emit, self._announce = emit, announce
+        self._wrote = -1  # the newest base that this keeper made durable itself
+        self._last_at = 0.0
+        self.took_s = -1.0  # that the last base took; -1: there was none
+        self._asked = threading.Event()
+        self._retry_at = 0.0
+        self.failures = 0  # in a row
+        self.appointed: Callable[[], Order] | None = None  # where all nodes write the same step, which one
+        self._missed = NONE
+
+    def ask(self) -> None:
+        """Somebody waits: do not sleep a whole tick, nor after a failure."""
+        self._retry_at = 0.0
+        self._asked.set()
+
+    def work(self, ending: threading.Event) -> None:
+        while not ending.is_set():
+            self._asked.wait(TICK_S)
+            self._asked.clear()
+            step = None
+            try:
+                for session in self._roster.all():
+                    session.let_go_outgrown(self._roster.lock)
+                step = self._due()
+                if step is not None:
+                    self._write(step)
+                    self.failures = 0
+            except Exception as error:  # whatever it is: the next step is tried again, and nobody is left in the dark
+                self.failures += 1
+                self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self.failures)
+                self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error)))
+                self._roster.tell(Trouble(reason=str(error)))
+
+    # -- when
+
+    def _due(self) -> int | None:
+        sessions = self._roster.ready()
+        newest, base = self._roster.newest(), self._logbook.base
+        if not sessions or newest is None or newest <= base or time.monotonic() < self._retry_at:
+            return None
+        hello = sessions[0].hello
+        if self.appointed is not None and any(s.alive for s in sessions):
+            return self._appointed(self.appointed())
+        if self._is_waited_for(sessions) or hello.every_capture or not any(s.alive for s in sessions):
+            return newest
+        every = _cadence(hello, self.took_s)
+        return newest if every.due(newest, time.monotonic(), base if base >= 0 else None, self._last_at) else None
+
+    def _appointed(self, order: Order) -> int | None:
+        """The first base at or after the step that all nodes write next."""
+        return self._roster.first_base(order.step) if order.step > self._wrote else None
+
+    def status(self) -> Lane:
+        """How far this node's disk is, for the others."""
+        return Lane(done=self._wrote, reach=self._logbook.reach(), seconds=max(0.0, self.took_s))
+
+    def _is_waited_for(self, sessions: list[Session]) -> bool:
+        """Whether somebody waits for what only a base can give."""
+        if self._roster.wanted_base > self._logbook.base:
+            return True
+        if self._roster.wanted <= self._logbook.reach():
+            return False
+        rings = [session.ring for session in sessions if session.ring is not None]
+        return len(rings) < len(sessions) or not self._logbook.will_reach(self._roster.wanted, rings)
+
+    # -- writing
+
+    def _write(self, step: int) -> None:
+        sessions = self._roster.ready()
+        began = time.monotonic()
+        slots = leased = lease_all(sessions, step)
+        arenas = [session.arena for session in sessions]
+        if slots is None:
+            step = self._replicas.hold(step)
+            arenas = [session.replica for session in sessions]
+            slots = [replica.slot_of(step) if replica is not None else None for replica in arenas]
+        try:
+            size = self._persist(step, sessions, arenas, slots)
+        finally:
+            for session, slot in zip(sessions, leased or [], strict=False):
+                if slot is not None:
+                    self._roster.give_back(session, slot)
+        if size is None:
+            return
+        self._logbook.base = self._wrote = step
+        while self._roster.overtaken:
+            arena = self._roster.overtaken.pop()
+            arena.remove()
+            arena.close()
+        self._last_at, self.took_s = time.monotonic(), time.monotonic() - began
+        self._emit(Persisted(step=step, bytes=size, seconds=self.took_s, direct=self._tier.wrote_direct))
+        if not any(session.alive for session in sessions):
+            self._emit(Scavenged(step=step, ranks=tuple(session.hello.rank for session in sessions)))
+        self._announce()
+        self._retire(sessions[0].hello)
+
+    def _persist(
+        self, step: int, sessions: list[Session], arenas: list[Arena | None], slots: list[int | None]
+    ) -> int | None:
+        """Every local rank's part, and the commit; the bytes, or None if not all of it is to be had (yet)."""
+        if None in slots:
+            return None
+        size, generation = 0, ""
+        for session, arena, slot in zip(sessions, arenas, slots, strict=True):
+            assert arena is not None and slot is not None
+            try:
+                part = flush.persist_part(self._tier, arena, slot, torch_version=session.hello.torch)
+            except Damaged as error:
+                arena.unseal(slot)  # so that the next best is taken
+                self._emit(Rejected(step=step, source="memory", reason=str(error)))
+                raise
+            if part is None:
+                return None
+            size, generation = size + part.bytes, part.generation
+        # The last keeper to have its parts in place commits.
+        hello = sessions[0].hello
+        return size if flush.commit(self._tier, step, hello.ranks_here, hello.world, generation) else None
+
+    def _retire(self, hello: Hello) -> None:
+        """Let go what the newest base makes needless."""
+        for gone in flush.retire(self._tier, Keep(last=hello.keep_last, every=hello.keep_every), hello.run):
+            self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
+        flush.clean(self._tier)
+        with self._logbook.writing:
+            self._logbook.rotate()
+            self._logbook.forget(min(committed_steps(self._tier), default=-1))
+
+    # -- the keeper's main thread
+
+    def read_back(self, run: str, newest: int) -> None:
+        """Memory is about to be given up for what an earlier keeper wrote: only if that is still sound."""
+        if newest > self._logbook.base or self._wrote >= newest:
+            return
+        self._logbook.base = next(flush.sound_steps(self._tier, run), -1)
+        if newest <= self._logbook.base:
+            self._wrote = newest
+        elif newest in committed_steps(self._tier):
+            flush.remove_checkpoint(self._tier, newest)  # damaged; memory has it, and writes it anew
+
+
+def _cadence(hello: Hello, took_s: float) -> Every:
+    """How often a base is written."""
+    if hello.every_steps is None and hello.every_s is None:
+        return Every(seconds=max(_AUTO_FLOOR_S, took_s / _AUTO_SHARE))
+    return Every(steps=hello.every_steps, seconds=hello.every_s)

@@ -1,0 +1,56 @@
+"""From memory to a tier that outlives all nodes: parts as they come, the commit by whoever brings the last one."""
+
+from __future__ import annotations
+
+from everstep.config import Keep
+from everstep.errors import Damaged
+from everstep.events import Retired, Sank, Sink
+from everstep.keeper import flush
+from everstep.keeper.lane import HeldBase
+from everstep.keeper.protocol import Hello
+from everstep.store.manifest import parity_folder, parity_steps, read_single_part, step_folder, step_folders
+from everstep.store.memory import MemoryTier
+from everstep.store.tier import Tier
+
+
+def forget_guests(guests: MemoryTier, hello: Hello) -> None:
+    """What others entrusted to this node in lives that went another way than the present one makes room."""
+    after = -1 if hello.resumed_from is None else hello.resumed_from
+    for step in step_folders(guests):
+        if step > after:
+            guests.delete_folder(step_folder(step))
+    for step in parity_steps(guests):
+        if step > after:
+            guests.delete_folder(parity_folder(step))
+
+
+class DeeperWork:
+    shows = False
+
+    def __init__(self, name: str, tier: Tier, keep: Keep, run: str, emit: Sink, *, retires: bool) -> None:
+        """`retires`: this node lets go what all no longer need."""
+        self.name, self._tier, self._keep, self._run = name, tier, keep, run
+        self._emit, self._retires = emit, retires
+
+    def do(self, base: HeldBase) -> None:
+        for arena, slot, seal in base.images():
+            if self._has(base.step, arena.rank, seal.generation, seal.length):
+                continue  # brought before something failed
+            if flush.persist_part(self._tier, arena, slot, torch_version=base.hello.torch) is None:
+                raise Damaged("it was overwritten while it was read", tier="memory", step=base.step, rank=arena.rank)
+        hello = base.hello
+        flush.commit(self._tier, base.step, range(hello.world), hello.world, hello.generation)
+
+    def _has(self, step: int, rank: int, generation: str, size: int) -> bool:
+        try:
+            part = read_single_part(self._tier, step, rank, self._run, step_folder)
+        except (FileNotFoundError, Damaged):
+            return False
+        return (part.generation, part.bytes) == (generation, size)
+
+    def over(self, base: int, before: int) -> None:
+        self._emit(Sank(step=base, tier=self.name))
+        if self._retires:
+            for gone in flush.retire(self._tier, self._keep, self._run):
+                self._emit(Retired(step=gone, reason=f"newer checkpoints are on {self._tier.name}"))
+            flush.clean(self._tier)

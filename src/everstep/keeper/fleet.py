@@ -1,0 +1,261 @@
+"""This node among the others: it tells the first of them how far it is, hears which step all bring next, and answers.
+
+With one node there is nobody to ask, and the same rounds are held within it. What others ask of it is answered from
+its memory: slots that are held for a round, and the blobs that they entrusted to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from everstep.cadence import Every
+from everstep.errors import Damaged, EverstepError, PeerLost
+from everstep.events import Degraded, Joined, Sink
+from everstep.keeper.exchange import (
+    ANSWERS,
+    ASKS,
+    AnyAnswer,
+    AnyAsk,
+    AskHeld,
+    Done,
+    HeldParts,
+    Leave,
+    ReadImage,
+    RemoteTier,
+    Tell,
+    TierAsk,
+    TierHost,
+    Told,
+)
+from everstep.keeper.lane import HeldBase, LaneWorker, Work
+from everstep.keeper.parity_work import ParityWork, member_of
+from everstep.keeper.partners import PartnerWork
+from everstep.keeper.peer_server import Reply, Server
+from everstep.keeper.peers import Peer
+from everstep.keeper.protocol import Hello, Member
+from everstep.keeper.roster import Roster
+from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
+from everstep.protect.groups import NodePlace, parity_groups, partners
+from everstep.store.memory import MemoryTier
+from everstep.tiers import Parity, Partner, Tiers
+from everstep.types import Level, Survives
+
+_TELL_S = 0.02
+_SHARE = 0.1  # of its time, that a lane without a cadence takes at most
+_GUESTS = "guests"
+
+
+class Fleet:
+    def __init__(
+        self, hello: Hello, node: str, tiers: Tiers, roster: Roster, guests: MemoryTier, emit: Sink,
+        announce: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`announce`: tell the trainers how far each level is."""
+        self._hello, self._node, self._tiers, self._roster = hello, node, tiers, roster
+        self._guests, self._emit, self._announce = guests, emit, announce
+        self._host = TierHost({_GUESTS: guests})
+        self._members: tuple[Member, ...] = ()
+        self._peers: dict[str, Peer[AnyAnswer]] = {}
+        self._lanes: dict[str, LaneWorker] = {}
+        self._reported: dict[str, Callable[[], Lane]] = {}  # lanes that others work in
+        self._rounds: Rounds | None = None
+        self._rounding = threading.Lock()
+        self.orders = Orders()
+        self.wanted: dict[str, int] = {}
+        self.leave_at: Callable[[int], None] = lambda step: None  # what to do when all are to leave
+        self._ending = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._server: Server[AnyAsk] | None = None
+        if hello.secret:
+            host, _, port = hello.address.rpartition(":")
+            self._server = Server(node, hello.secret, ASKS, self._answer, advertise=host, port=int(port))
+
+    @property
+    def address(self) -> str:
+        return self._server.address if self._server is not None else ""
+
+    # -- beginning and ending
+
+    def join(self, members: tuple[Member, ...], deeper: list[Work], disk: Callable[[], Lane] | None) -> None:
+        """Begin to work with the others. `disk`: how far this node's disk is, where there are several."""
+        self._members = members
+        for member in members:
+            if member.node != self._node:
+                self._peers[member.node] = Peer(member.node, member.address, self._hello.secret, ANSWERS)
+        works = [*self._protection(), *deeper]
+        cadences: dict[str, Every] = {"shared": Every(), "objects": Every(), "disk": Every()}
+        cadences |= {tier_name(tier): tier.cadence for tier in self._tiers.deeper}
+        if self._tiers.protection is not None:
+            cadences["protect"] = Every(steps=self._tiers.protection.every)
+        cadences["disk"] = Every(steps=self._hello.every_steps, seconds=self._hello.every_s)
+        if disk is not None:
+            self._reported["disk"] = disk
+        for work in works:
+            self._lanes[work.name] = LaneWorker(work, self._roster, self._emit, partial(self.order, work.name))
+            self._reported[work.name] = self._lanes[work.name].status
+        if members[0].node == self._node:
+            names = {name: cadences[name] for name in self._reported}
+            self._rounds = Rounds([m.node for m in members], names, self._hello.generation, _SHARE)
+        if self._reported:
+            self._threads.append(threading.Thread(target=self._tell_loop, name="everstep-tell", daemon=True))
+        for lane in self._lanes.values():
+            name = f"everstep-{lane.name}"
+            self._threads.append(threading.Thread(target=lane.work, args=(self._ending,), name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def _protection(self) -> list[Work]:
+        """Who protects whom; every node computes the same."""
+        scheme = self._tiers.protection
+        if scheme is None or len(self._members) < 2:
+            return []
+        places = [NodePlace(node=member.node, domain=member.domain) for member in self._members]
+        others: tuple[str, ...] = ()
+        work: Work | None = None
+        if isinstance(scheme, Partner):
+            chosen = partners(places, copies=scheme.copies)
+            others, warnings = chosen.of[self._node], chosen.warnings
+            lent = [RemoteTier(self._peers[node], _GUESTS, Survives.PROCESS) for node in others]
+            work = PartnerWork(lent, self._guests, self._emit)
+        else:
+            assert isinstance(scheme, Parity)
+            division = parity_groups(places, size=scheme.group, losses=scheme.covers)
+            others, warnings = (), division.warnings
+            for group in division.groups:
+                if self._node in group:
+                    others = tuple(node for node in group if node != self._node)
+                    work = ParityWork(
+                        group, self._node, scheme.covers, self._peers, self._guests, self._emit,
+                        lambda step: self.order("protect").step <= step,
+                    )  # fmt: skip
+        self._emit(
+            Joined(node=self._node, nodes=len(places), scheme=repr(scheme), others=others, warnings=tuple(warnings))
+        )
+        return [work if work is not None else _Unprotected()]
+
+    def close(self) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+        for peer in self._peers.values():
+            peer.close()
+        if self._server is not None:
+            self._server.close()
+        self._host.close()
+
+    @property
+    def has_joined(self) -> bool:
+        return bool(self._members)
+
+    def want(self, level: Level, step: int) -> None:
+        """Somebody waits until a step has reached a level."""
+        lanes = {Level.DURABLE: ["disk"], Level.PROTECTED: ["protect"]}.get(
+            level, list(map(tier_name, self._tiers.deeper))
+        )
+        for lane in lanes:
+            self.wanted[lane] = max(step, self.wanted.get(lane, NONE))
+
+    def levels(self) -> dict[str, int]:
+        """How far the levels beyond this node are, as trainers are told."""
+        deeper = [self.order(tier_name(tier)).complete for tier in self._tiers.deeper]
+        return {"protected": self.order("protect").reach, "shared": min(deeper, default=NONE)}
+
+    # -- telling
+
+    def order(self, lane: str) -> Order:
+        return self.orders.lanes.get(lane, Order())
+
+    def _tell_loop(self) -> None:
+        is_lost = False
+        while not self._ending.wait(_TELL_S):
+            try:
+                self._hear(self._tell())
+                is_lost = False
+            except (EverstepError, OSError) as error:
+                if not is_lost:
+                    self._emit(Degraded(what="no step is protected or brought deeper", reason=str(error)))
+                is_lost = True
+
+    def _tell(self) -> Orders:
+        newest = self._roster.newest_of_life()
+        report = Report(
+            node=self._node, generation=self._hello.generation, newest=NONE if newest is None else newest,
+            wanted=dict(self.wanted), lanes={name: status() for name, status in self._reported.items()},
+        )  # fmt: skip
+        if self._rounds is not None:
+            return self._take_in(report)
+        answer = self._peers[self._members[0].node].ask(Tell(report=report)).answer
+        assert isinstance(answer, Told)
+        return answer.orders
+
+    def _take_in(self, report: Report) -> Orders:
+        if self._rounds is None:
+            raise EverstepError(f"{self._node} does not appoint steps")
+        with self._rounding:
+            return self._rounds.hear(report, time.monotonic())
+
+    def _hear(self, orders: Orders) -> None:
+        if orders.generation != self._hello.generation:
+            return  # the other keeper has not joined this life yet
+        before, self.orders = self.orders, orders
+        if orders.lanes != before.lanes:
+            self._announce()
+
+    # -- being asked
+
+    def _answer(self, ask: AnyAsk, payload: memoryview | None) -> Reply:
+        match ask:
+            case Tell(report=report):
+                return Reply(Told(orders=self._take_in(report)))
+            case TierAsk():
+                return self._host.answer(ask, payload)
+            case AskHeld(step=step):
+                return Reply(HeldParts(parts=member_of(self._node, self._held(step)).parts))
+            case ReadImage():
+                return self._read_image(ask)
+            case Leave(step=step):
+                self.leave_at(step)
+                return Reply(Done())
+            case _:
+                raise EverstepError(f"{type(ask).__name__} is not answered here")
+
+    def _held(self, step: int) -> HeldBase:
+        lane = self._lanes.get("protect")
+        held = lane.held(step) if lane is not None else None
+        if held is None:
+            raise Damaged(f"step {step} is not held on {self._node}")
+        return held
+
+    def _read_image(self, ask: ReadImage) -> Reply:
+        for arena, slot, _ in self._held(ask.step).images():
+            if arena.rank == ask.rank:
+                return Reply(Done(number=ask.length), [arena.image(slot)[ask.offset : ask.offset + ask.length]])
+        raise Damaged(f"rank {ask.rank} is not on {self._node}")
+
+    def pass_on(self, step: int) -> None:
+        """Have the ranks of all other nodes leave after this step, too."""
+        for peer in self._peers.values():
+            try:
+                peer.ask(Leave(step=step))
+            except (PeerLost, EverstepError) as error:
+                self._emit(Degraded(what=f"node {peer.node} does not know that all leave", reason=str(error)))
+
+
+def tier_name(tier: object) -> str:
+    return type(tier).__name__.lower()
+
+
+class _Unprotected:
+    """The lane of a node that no group has room for: it does nothing, and the others do not wait for it."""
+
+    name = "protect"
+    shows = False
+
+    def do(self, base: HeldBase) -> None:
+        pass
+
+    def over(self, base: int, before: int) -> None:
+        pass

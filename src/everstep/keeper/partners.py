@@ -1,0 +1,38 @@
+"""Copies of a node's bases in the memory of others: what a lost node had, a partner has too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from everstep.errors import Damaged
+from everstep.events import Protected, Sink
+from everstep.keeper import flush
+from everstep.keeper.lane import HeldBase
+from everstep.store.manifest import step_folder, step_folders
+from everstep.store.memory import MemoryTier
+from everstep.store.tier import Tier
+
+
+class PartnerWork:
+    name = "protect"
+    shows = False
+
+    def __init__(self, partners: Sequence[Tier], guests: MemoryTier, emit: Sink) -> None:
+        """`partners`: the memory that others lend us. `guests`: what we lend them."""
+        self._partners, self._guests, self._emit = partners, guests, emit
+
+    def do(self, base: HeldBase) -> None:
+        with ThreadPoolExecutor(max(1, len(self._partners))) as pool:
+            list(pool.map(lambda tier: self._copy(base, tier), self._partners))
+
+    def _copy(self, base: HeldBase, tier: Tier) -> None:
+        for arena, slot, _ in base.images():
+            if flush.persist_part(tier, arena, slot, torch_version=base.hello.torch) is None:
+                raise Damaged("it was overwritten while it was read", tier="memory", step=base.step, rank=arena.rank)
+
+    def over(self, base: int, before: int) -> None:
+        self._emit(Protected(step=base))
+        for step in step_folders(self._guests):
+            if step < before:
+                self._guests.delete_folder(step_folder(step))

@@ -1,0 +1,75 @@
+"""From the rings to the log, as records come: the keeper's thread for what the optimizers consumed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from everstep.capture.arena import Arena
+from everstep.events import Degraded, Sink
+from everstep.keeper.logbook import Logbook
+from everstep.keeper.pace import Pace
+from everstep.keeper.protocol import Trouble
+from everstep.keeper.roster import Roster
+from everstep.keeper.session import TICK_S, Session
+
+_LOG_TICK_S = 0.02  # between two looks at the rings
+
+
+class RecordWriter:
+    def __init__(self, logbook: Logbook, roster: Roster, emit: Sink, announce: Callable[[], None]) -> None:
+        """`announce`: tell everybody how far the medium is."""
+        self._logbook, self._roster, self._emit, self._announce = logbook, roster, emit, announce
+        self._pace = Pace(logbook, emit)
+        self.asked = threading.Event()  # somebody waits: do not rest, not even after a failure
+        self.failures = 0  # in a row
+
+    @property
+    def flush_s(self) -> float:
+        """What an append and its flush take; -1: not known yet."""
+        return self._pace.flush_s
+
+    def work(self, ending: threading.Event) -> None:
+        """Take records from the rings as they come. While one flush runs the next records gather: the group commit."""
+        rest = TICK_S
+        while not ending.is_set():
+            self.asked.wait(rest)
+            self.asked.clear()
+            rest = _LOG_TICK_S
+            try:
+                self._take()
+                self.failures = 0
+            except Exception as error:  # whatever it is: rings hold the records, and nobody is left in the dark
+                self.failures += 1
+                rest = min(60.0, 0.5 * 2**self.failures)
+                self._emit(Degraded(what="records are not durable yet", reason=str(error)))
+                self._roster.tell(Trouble(reason=str(error)))
+
+    def _take(self) -> None:
+        before, sessions = self._logbook.reach(), self._roster.all()
+        is_urgent = self._roster.wanted > before or not self._roster.is_anybody_alive()
+        found = [session.values for session in sessions if session.values is not None]
+        with self._logbook.writing:
+            self._logbook.hold_values(found, [session.ring for session in sessions if session.ring is not None])
+        for session in sessions:
+            with self._logbook.writing:
+                if session.ring is not None:
+                    self._pace.take(session.ring, session.hello, is_urgent=is_urgent or session.ring_is_spent)
+        with self._logbook.writing:
+            self._logbook.save_values(found, torch_version=sessions[0].hello.torch if sessions else "")
+        if self._logbook.reach() > before:
+            self._announce()
+
+    # -- the keeper's main thread
+
+    def take_in(self, session: Session, ring: Arena | None) -> None:
+        """Of a rank another ring is filled now, or none."""
+        with self._logbook.writing:
+            session.take_in(ring, self._logbook)
+
+    def let_go_spent_rings(self) -> None:
+        """A ring that nothing is recorded into any more is needed until all ranks have a base that is as new."""
+        for session in [s for s in self._roster.all() if s.ring_is_spent]:
+            newest = self._roster.newest_base()
+            if session.ring is not None and newest is not None and newest >= session.ring.live().step:
+                self.take_in(session, None)

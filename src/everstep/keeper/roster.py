@@ -1,0 +1,100 @@
+"""Who is on this node: a session for every rank of it, what they wait for, and what all of them have sealed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from everstep.capture.arena import Arena
+from everstep.keeper.protocol import AnyMessage
+from everstep.keeper.session import Session, give_back
+
+_MANY_NODES_STRIDE = 50
+
+
+class Roster:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # for whoever changes sessions, or which arena is a session's
+        self.sessions: dict[int, Session] = {}  # by rank
+        self.overtaken: list[Arena] = []  # of ranks that the present life no longer has
+        self.wanted = -1  # a step that somebody waits for,
+        self.wanted_base = -1  # or for its base
+        self.idle_since = time.monotonic()
+
+    def all(self) -> list[Session]:
+        return list(self.sessions.values())
+
+    def ready(self) -> list[Session]:
+        """The local ranks with arenas, if all of this node's are here."""
+        with self.lock:
+            sessions = self.all()
+        complete = sessions and all(s.arena is not None for s in sessions)
+        return sessions if complete and len(sessions) >= sessions[0].hello.local else []
+
+    def is_anybody_alive(self) -> bool:
+        return any(session.alive for session in self.all())
+
+    def newest(self) -> int | None:
+        """The newest step of which all local ranks have a base, be it their replicas'."""
+        sessions = self.ready()
+        found = (_newest_base(sessions, self.wanted), _newest_replica(sessions))
+        return max((step for step in found if step is not None), default=None)
+
+    def newest_of_life(self) -> int | None:
+        """The newest step that all local ranks have sealed themselves, in the present life."""
+        return max(self._of_life(), default=None)
+
+    def first_base(self, wanted: int) -> int | None:
+        """The first step from `wanted` on that all local ranks have sealed themselves, in the present life."""
+        return min((step for step in self._of_life() if step >= wanted), default=None)
+
+    def _of_life(self) -> list[int]:
+        sessions = self.ready()
+        sealed = [_sealed(session.arena) for session in sessions if session.arena is not None]
+        common = set.intersection(*sealed) if sealed else set()
+        return [step for step, life in common if life == sessions[0].hello.generation]
+
+    def newest_base(self) -> int | None:
+        """The newest step that all local ranks have sealed themselves."""
+        return _newest_base(self.ready(), self.wanted)
+
+    def give_back(self, session: Session, slot: int) -> None:
+        """To whoever holds that rank now: a lease may outlive the trainer that granted it."""
+        give_back(self.sessions.get(session.hello.rank, session), slot)
+
+    def want(self, step: int, *, as_base: bool) -> None:
+        self.wanted = max(self.wanted, step)
+        if as_base:
+            self.wanted_base = max(self.wanted_base, step)
+
+    def tell(self, message: AnyMessage) -> None:
+        for session in self.all():
+            session.tell(message)
+
+
+def _newest_base(sessions: list[Session], wanted: int) -> int | None:
+    """The newest step that every rank has sealed, in one generation.
+
+    Among several keepers only the steps that all of them would choose: every so many, and what is waited for.
+    """
+    stride = 1
+    sealed = []
+    for session in sessions:
+        if session.hello.local < session.hello.world:
+            stride = session.hello.every_steps or _MANY_NODES_STRIDE
+        assert session.arena is not None
+        sealed.append(_sealed(session.arena))
+    common = set.intersection(*sealed) if sealed else set()
+    return max((step for step, _ in common if step % stride == 0 or step == wanted), default=None)
+
+
+def _newest_replica(sessions: list[Session]) -> int | None:
+    """The newest step of which the replicas of all ranks are sealed; only where all ranks are on this node."""
+    if not sessions or len(sessions) < sessions[0].hello.world:
+        return None
+    sealed = [_sealed(session.replica) if session.replica is not None else set() for session in sessions]
+    return max((step for step, _ in set.intersection(*sealed)), default=None)
+
+
+def _sealed(arena: Arena) -> set[tuple[int, str]]:
+    return {(seal.step, seal.generation) for seal in arena.seals().values()}

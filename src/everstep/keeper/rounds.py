@@ -1,0 +1,138 @@
+"""Which step all nodes write next, to each deeper place: what one keeper decides for all, from what they tell it.
+
+A base is worth something beyond its node only if all nodes have theirs of the same step. So one node, the first of
+the roster, appoints steps: a step a little ahead of the newest, so that every node can hold its slots when it comes. A
+round is over when all nodes have done their part; then the step is complete, and the next one may be appointed.
+
+A lane is one such place: the disks, the partners or parity, a shared file system, an object store. Pure: it touches
+no clock, file or socket. Reports may come late, twice or never: a step is complete only if every node has said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from everstep.cadence import Every
+from everstep.types import Noun
+
+AHEAD = 2  # steps: as far as one rank can be before another, and one to say so
+NONE = -1
+
+
+class Lane(Noun, frozen=True, kw_only=True):
+    """Where one node stands in a lane."""
+
+    done: int = NONE  # the newest step of which it has done its part
+    missed: int = NONE  # the newest appointed step that it cannot do any more
+    reach: int = NONE  # the newest step that records lead to there, from the base that is complete
+    seconds: float = 0.0  # what its last part took
+
+
+class Report(Noun, frozen=True, kw_only=True):
+    """What a node tells."""
+
+    node: str
+    generation: str
+    newest: int  # the newest step of which it has a base
+    wanted: dict[str, int] = msgspec.field(default_factory=dict)  # lane -> a step that somebody there waits for
+    lanes: dict[str, Lane] = msgspec.field(default_factory=dict)
+
+
+class Order(Noun, frozen=True, kw_only=True):
+    """What all are told of a lane."""
+
+    step: int = NONE  # do your part of the first base at or after this
+    complete: int = NONE  # of this base all have done their parts,
+    reach: int = NONE  # and records lead all of them to this step
+
+
+class Orders(Noun, frozen=True, kw_only=True):
+    generation: str = ""
+    lanes: dict[str, Order] = msgspec.field(default_factory=dict)
+    silent: tuple[str, ...] = ()  # nodes that have not been heard of since this life began
+
+
+@dataclass(slots=True)
+class _State:
+    step: int = NONE
+    complete: int = NONE
+    completed_at: float = 0.0
+    lanes: dict[str, Lane] = field(default_factory=dict)  # by node
+
+
+class Rounds:
+    """`share`: a lane without a cadence of its own takes at most this share of a node's time."""
+
+    def __init__(self, nodes: Collection[str], cadences: Mapping[str, Every], generation: str, share: float) -> None:
+        self._nodes, self._cadences, self._generation, self._share = set(nodes), dict(cadences), generation, share
+        self._newest: dict[str, int] = {}
+        self._wanted: dict[str, dict[str, int]] = {}
+        self._states = {lane: _State() for lane in cadences}
+
+    def hear(self, report: Report, now: float) -> Orders:
+        """Take in what a node tells, and say what is to be done."""
+        if report.generation == self._generation and report.node in self._nodes:
+            self._newest[report.node] = report.newest
+            self._wanted[report.node] = report.wanted
+            for name, lane in report.lanes.items():
+                if name in self._states:
+                    self._states[name].lanes[report.node] = lane
+        for name, state in self._states.items():
+            self._move(name, state, now)
+        return self._orders()
+
+    def _move(self, name: str, state: _State, now: float) -> None:
+        lanes, has_heard_all = state.lanes.values(), len(state.lanes) == len(self._newest) == len(self._nodes)
+        done = {lane.done for lane in lanes}
+        if has_heard_all and len(done) == 1 and min(done) > state.complete:
+            state.complete, state.completed_at = min(done), now
+        is_lost = any(lane.missed >= state.step for lane in lanes) or (has_heard_all and min(done) >= state.step)
+        if state.step > state.complete and not is_lost and not self._is_waited_before(name, state.step):
+            return  # under way
+        if has_heard_all and self._is_due(name, state, now):
+            state.step = self._next(name, state)
+
+    def _waiting(self, name: str) -> int:
+        """The newest step that somebody waits for."""
+        return max((wanted.get(name, NONE) for wanted in self._wanted.values()), default=NONE)
+
+    def _is_waited_before(self, name: str, step: int) -> bool:
+        """Whether training stands still at an earlier step, until that one is safe."""
+        newest = max(self._newest.values(), default=NONE)
+        return newest < step and NONE < newest <= self._waiting(name)
+
+    def _is_due(self, name: str, state: _State, now: float) -> bool:
+        every = self._cadences[name]
+        if self._waiting(name) > self._reach(state):
+            return True
+        if state.complete == NONE or every.steps is not None:
+            return True
+        if every.seconds is not None:
+            return now - state.completed_at >= every.seconds
+        took = max((lane.seconds for lane in state.lanes.values()), default=0.0)
+        return now - state.completed_at >= took / self._share
+
+    def _next(self, name: str, state: _State) -> int:
+        """The next step that no node can have passed yet; or the very one that all are waiting at."""
+        newest, waiting = max(self._newest.values()), self._waiting(name)
+        if waiting >= newest and waiting > state.complete:
+            return waiting
+        ahead, steps = newest + AHEAD, self._cadences[name].steps or 1
+        return -(-ahead // steps) * steps
+
+    def _reach(self, state: _State) -> int:
+        if len(state.lanes) < len(self._nodes):
+            return state.complete
+        return max(state.complete, min(lane.reach for lane in state.lanes.values()))
+
+    def _orders(self) -> Orders:
+        return Orders(
+            generation=self._generation, silent=tuple(sorted(self._nodes - self._newest.keys())),
+            lanes={
+                name: Order(step=state.step, complete=state.complete, reach=self._reach(state))
+                for name, state in self._states.items()
+            },
+        )  # fmt: skip

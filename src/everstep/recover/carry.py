@@ -1,0 +1,109 @@
+"""What one node can read, on all of them: its owner reads and checks it, and the others are sent the bytes.
+
+All ranks must ask for the same things in the same order. Of what every node reads for itself nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from everstep import image
+from everstep.errors import Damaged, EverstepError
+from everstep.recover.assemble import Image
+from everstep.recover.gather import PACK_BYTES
+from everstep.recover.shelf import RecordImage
+from everstep.recover.survey import Sources
+from everstep.topology import Topology, collective_device, exchange
+from everstep.types import Holding, Records
+
+
+class _Word(msgspec.Struct):
+    """What comes before the bytes: how many there are of each buffer, or why there are none."""
+
+    lengths: list[int] = []
+    note: bytes = b""
+    problem: str = ""
+
+
+class Carrier:
+    """Reads for this rank, and for those that cannot."""
+
+    def __init__(self, sources: Sources, place: Topology) -> None:
+        self._sources, self._place = sources, place
+
+    def image(self, holding: Holding, *, copy: bool = False) -> Image:
+        if not self._is_carried(holding):
+            return self._sources.fetch(holding, copy=copy)
+        _, (data,) = self._carry(holding, lambda: (b"", [self._sources.fetch(holding)[2]]))
+        layout, info = image.parse(data, len(data), file=f"rank {holding.rank} of {holding.node}")
+        return layout, info, data
+
+    def values(self, holding: Holding, *, copy: bool = False) -> RecordImage:
+        if not self._is_carried(holding):
+            return self._sources.values(holding, copy=copy)
+        _, (data,) = self._carry(holding, lambda: (b"", [self._sources.values(holding).data]))
+        layout, info = image.parse(data, len(data), file=f"values of rank {holding.rank} of {holding.node}")
+        return RecordImage(layout, info, data, ((0, len(data)),))
+
+    def record(self, records: Records, step: int, *, copy: bool = False) -> RecordImage:
+        if not self._is_carried(records):
+            return self._sources.record(records, step, copy=copy)
+
+        def read() -> tuple[bytes, list[memoryview]]:
+            found = self._sources.record(records, step)
+            note = msgspec.msgpack.encode((found.layout.total_bytes, found.ranges))
+            return note, [memoryview(found.layout.header), found.data]
+
+        note, (header, data) = self._carry(records, read)
+        total, ranges = msgspec.msgpack.decode(note, type=tuple[int, tuple[tuple[int, int], ...]])
+        layout, info = image.parse_cached(bytes(header), total, f"rank {records.rank} of {records.node}")
+        return RecordImage(layout, info, data, ranges)
+
+    def is_agreed(self, good: bool) -> bool:
+        """Whether all ranks say so, where they go on to fetch for each other; else what this one says."""
+        if not self._place.has_many_nodes:
+            return good
+        return b"0" not in exchange(b"1" if good else b"0", self._place)
+
+    def _is_carried(self, held: Holding | Records) -> bool:
+        return self._place.has_many_nodes and not held.everywhere
+
+    def _carry(
+        self, held: Holding | Records, read: Callable[[], tuple[bytes, Sequence[memoryview]]]
+    ) -> tuple[bytes, list[memoryview]]:
+        """Read by the first rank of the node that has it. Damaged, on all ranks, if it cannot be read there."""
+        owner = self._place.nodes.index(held.node)
+        word, buffers = _Word(), list[memoryview]()
+        if self._place.rank == owner:
+            try:
+                note, found = read()
+                buffers = [one.cast("B") for one in found]
+                word = _Word(lengths=[len(one) for one in buffers], note=note)
+            except (EverstepError, OSError) as error:
+                word = _Word(problem=str(error) or type(error).__name__)
+        heard = msgspec.msgpack.decode(exchange(msgspec.msgpack.encode(word), self._place)[owner], type=_Word)
+        if heard.problem:
+            raise Damaged(f"{heard.problem}, on node {held.node}")
+        if self._place.rank != owner:
+            buffers = [memoryview(bytearray(length)) for length in heard.lengths]
+        for buffer in buffers:
+            _broadcast(buffer, owner, self._place.rank)
+        return heard.note, buffers
+
+
+def _broadcast(data: memoryview, owner: int, rank: int) -> None:
+    """Fill `data` on every rank with what the owner has in it."""
+    device = collective_device()
+    for at in range(0, len(data), PACK_BYTES):
+        piece = data[at : at + PACK_BYTES]
+        pack = torch.empty(len(piece), dtype=torch.uint8)
+        if rank == owner:
+            pack.copy_(torch.frombuffer(piece if not piece.readonly else bytearray(piece), dtype=torch.uint8))
+        pack = pack.to(device)
+        dist.broadcast(pack, src=owner)
+        if rank != owner:
+            piece[:] = memoryview(pack.cpu().numpy()).cast("B")  # type: ignore[arg-type]

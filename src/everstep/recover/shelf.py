@@ -1,0 +1,165 @@
+"""One tier, read: which parts, records and values of a run it still has, and each of them with every byte checked."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from everstep.errors import Damaged, EverstepError
+from everstep.image import ImageLayout
+from everstep.store.log import LogRead, log_folder, log_name, rank_of, read_log, scan, segments
+from everstep.store.manifest import (
+    committed_steps,
+    read_commit,
+    read_data,
+    read_part,
+    read_single_part,
+    step_folder,
+    step_folders,
+    values_folder,
+    values_steps,
+)
+from everstep.store.tier import Tier
+from everstep.types import Commit, Holding, ImageInfo, Part, Piece, Records, Rejection, Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecordImage:
+    """What one rank consumed in one step. `data` holds some ranges of the image, one after the other."""
+
+    layout: ImageLayout
+    info: ImageInfo
+    data: memoryview
+    ranges: tuple[tuple[int, int], ...]
+
+    def bytes_at(self, offset: int, length: int) -> memoryview:
+        at = 0
+        for begin, size in self.ranges:
+            if begin <= offset and offset + length <= begin + size:
+                return self.data[at + offset - begin : at + offset - begin + length]
+            at += size
+        raise Damaged(f"the record of rank {self.info.rank} lacks the bytes at {offset}")
+
+    def tensor(self, piece: Piece) -> Tensor:
+        from everstep.recover.assemble import tensor_in
+
+        return tensor_in(self.bytes_at(len(self.layout.header) + piece.offset, piece.length), piece)
+
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin so, without that beginning."""
+        return {
+            piece.name.removeprefix(prefix): self.tensor(piece)
+            for piece in self.layout.pieces
+            if piece.name.startswith(prefix)
+        }
+
+    def extras(self) -> bytes:
+        begin = self.layout.extras_offset
+        (length,) = struct.unpack("<Q", self.bytes_at(begin, 8))
+        return bytes(self.bytes_at(begin + 8, length))
+
+
+class Shelf:
+    """What a tier has of one run. `commits`: whether a part counts only if a commit names it."""
+
+    def __init__(
+        self, tier: Tier, run: str, *, source: Source, node: str, everywhere: bool = False, commits: bool = True
+    ) -> None:
+        self.tier, self.source = tier, source
+        self._run, self._node, self._everywhere, self._commits = run, node, everywhere, commits
+        self._logs: dict[tuple[int, int], LogRead] = {}  # start, rank -> what is good of it
+
+    # -- what there is
+
+    def holdings(self, rejections: list[Rejection]) -> Iterator[Holding]:
+        if not self._commits:
+            for step in step_folders(self.tier):
+                yield from self._in_folder(step, step_folder(step), rejections)
+            return
+        for step in committed_steps(self.tier):
+            try:
+                commit = read_commit(self.tier, step, self._run)
+            except (EverstepError, OSError) as error:
+                rejections.append(self._rejection(step, str(error)))
+                continue
+            for ref in commit.parts:
+                try:
+                    yield self._holding(read_part(self.tier, commit, ref.rank))
+                except (EverstepError, OSError) as error:
+                    rejections.append(self._rejection(step, str(error)))
+
+    def values(self, rejections: list[Rejection]) -> Iterator[Holding]:
+        for step in values_steps(self.tier):
+            yield from self._in_folder(step, values_folder(step), rejections)
+
+    def records(self, rejections: list[Rejection]) -> Iterator[Records]:
+        for start in segments(self.tier):
+            for name in self.tier.names(log_folder(start)):
+                rank = rank_of(name)
+                if rank is None:
+                    continue
+                try:
+                    log = scan(self.tier, start, rank, self._run)
+                except (EverstepError, OSError) as error:
+                    rejections.append(self._rejection(start + 1, str(error)))
+                    continue
+                if log.problem:
+                    rejections.append(self._rejection(log.last + 1, log.problem, certain=not log.torn))
+                if log.records:
+                    newest = log.records[-1].frame
+                    yield Records(
+                        source=self.source, node=self._node, rank=newest.rank, world=newest.world, first=start + 1,
+                        last=log.last, bytes=newest.payload_bytes, cut_time=newest.cut_time,
+                        has_values=log.info is not None and log.info.has_values, everywhere=self._everywhere,
+                    )  # fmt: skip
+
+    def _in_folder(self, step: int, folder: str, rejections: list[Rejection]) -> Iterator[Holding]:
+        """Parts that need no commit."""
+        for name in self.tier.names(folder):
+            if not name.endswith(".json"):
+                continue
+            try:
+                yield self._holding(self._part(step, int(name[-10:-5]), folder))
+            except (EverstepError, OSError, ValueError) as error:
+                rejections.append(self._rejection(step, str(error), certain=False))
+
+    def _part(self, step: int, rank: int, folder: str) -> Part:
+        return read_single_part(self.tier, step, rank, self._run, lambda _: folder)
+
+    def _holding(self, part: Part) -> Holding:
+        return Holding(
+            source=self.source, node=self._node, step=part.step, rank=part.rank, world=part.world,
+            generation=part.generation, bytes=part.bytes, cut_time=part.cut_time, replica=part.replica,
+            everywhere=self._everywhere,
+        )  # fmt: skip
+
+    def _rejection(self, step: int, reason: str, *, certain: bool = True) -> Rejection:
+        return Rejection(step=step, source=self.source, reason=reason, certain=certain)
+
+    # -- and its bytes
+
+    def image(self, holding: Holding) -> memoryview:
+        if self._commits:
+            commit: Commit = read_commit(self.tier, holding.step, self._run)
+            return read_data(self.tier, read_part(self.tier, commit, holding.rank))
+        return read_data(self.tier, self._part(holding.step, holding.rank, step_folder(holding.step)))
+
+    def values_image(self, holding: Holding) -> memoryview:
+        return read_data(self.tier, self._part(holding.step, holding.rank, values_folder(holding.step)), values_folder)
+
+    def record(self, records: Records, step: int) -> RecordImage:
+        for start in reversed(segments(self.tier)):
+            if start < step and log_name(start, records.rank) in self.tier.names(log_folder(start)):
+                log = self._logs.get((start, records.rank)) or read_log(self.tier, start, records.rank, self._run)
+                self._logs[start, records.rank] = log
+                if step <= log.last and log.layout is not None and log.info is not None:
+                    found = log.records[step - start - 1]
+                    return RecordImage(log.layout, log.info, log.payload(found), found.frame.ranges)
+                if log.problem:
+                    raise Damaged(log.problem, tier=self.tier.name, step=step, rank=records.rank)
+        raise Damaged("its record is no longer there", tier=self.tier.name, step=step, rank=records.rank)

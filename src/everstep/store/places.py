@@ -1,0 +1,81 @@
+"""Where the bytes of one run lie, seen from one node: written down in its directory, so that whoever opens it knows.
+
+`tiers.json` names the paths that guard() was given. A run without it has its directory for a disk, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from everstep.capture.arena import arena_root
+from everstep.errors import Damaged, EverstepError
+from everstep.image import FORMAT
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import encode, read_record
+from everstep.store.memory import MemoryTier
+from everstep.store.tier import Tier
+from everstep.tiers import Tiers
+from everstep.types import Source, Survives, TiersRecord
+
+RECORD = "tiers.json"
+_GUESTS = "guests"  # beside a run's arenas: what other nodes entrusted to this one
+
+
+class Places(msgspec.Struct, frozen=True, kw_only=True):
+    directory: str
+    memory: str | None = None
+    disk: str = ""  # empty: the directory itself
+    shared: str = ""
+    objects: str = ""
+
+    @classmethod
+    def chosen(cls, directory: Path, tiers: Tiers) -> Places:
+        return cls(
+            directory=str(directory), memory=tiers.memory.path,
+            disk=os.path.abspath(tiers.disk.path) if tiers.disk.path else "",
+            shared=os.path.abspath(tiers.shared.path) if tiers.shared is not None else "",
+            objects=tiers.objects.url if tiers.objects is not None else "",
+        )  # fmt: skip
+
+    @classmethod
+    def written(cls, directory: Path) -> Places:
+        """What a run's directory says. Its absence is no error: older runs have none."""
+        try:
+            record = read_record(DiskTier(directory), RECORD, TiersRecord)
+        except (Damaged, OSError):
+            return cls(directory=str(directory))
+        return cls(
+            directory=str(directory), memory=record.memory, disk=record.disk, shared=record.shared,
+            objects=record.objects,
+        )  # fmt: skip
+
+    def write(self) -> None:
+        tier = DiskTier(Path(self.directory))
+        record = TiersRecord(
+            format=FORMAT, memory=self.memory, disk=self.disk, shared=self.shared, objects=self.objects
+        )  # fmt: skip
+        try:
+            if read_record(tier, RECORD, TiersRecord) == msgspec.json.decode(encode(record), type=TiersRecord):
+                return
+        except (EverstepError, OSError):
+            pass  # there is none, or none that can be read
+        tier.delete(RECORD)
+        tier.put(RECORD, memoryview(encode(record)))
+
+    def disk_tier(self) -> DiskTier:
+        return DiskTier(Path(self.disk or self.directory))
+
+    def deeper_tiers(self) -> dict[Source, Tier]:
+        """From the nearest to the deepest."""
+        found: dict[Source, Tier] = {}
+        if self.shared:
+            found["shared"] = DiskTier(Path(self.shared), name="shared", survives=Survives.NODE)
+        return found
+
+
+def guest_tier(run: str, memory_path: str | None) -> MemoryTier:
+    """What other nodes entrusted to this one, in memory."""
+    return MemoryTier(arena_root(memory_path) / run / _GUESTS)

@@ -1,0 +1,69 @@
+"""A job on several nodes, each with a directory of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+from cluster import STEPS, Cluster, die_at, results
+
+from everstep import Parity, Partner
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Any]:
+    made: list[Cluster] = []
+
+    def make(*ranks: int, **options: Any) -> Cluster:
+        root = tmp_path / f"c{len(made)}"
+        root.mkdir()
+        made.append(Cluster(root, ranks, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    known: dict[tuple[int, ...], str] = {}
+
+    def ask(*ranks: int) -> str:
+        if ranks not in known:
+            made = Cluster(tmp_path_factory.mktemp("undisturbed"), ranks)
+            known[ranks] = results(made.live())[0]["state"]
+            made.close()
+        return known[ranks]
+
+    return ask
+
+
+@pytest.mark.parametrize("rebooted", [False, True], ids=["killed", "rebooted"])
+def test_nodes_with_directories_of_their_own_go_on_together(rebooted: bool, cluster: Any, undisturbed: Any) -> None:
+    nodes = cluster(1, 1)
+    nodes.live(die_at(5, level="durable" if rebooted else "sealed"))
+    if rebooted:
+        nodes.reboot(*nodes.nodes)
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [5, 5]
+    assert {one["state"] for one in ended} == {undisturbed(1, 1)}
+    assert ended[0]["step"] == STEPS
+
+
+@pytest.mark.parametrize("scheme", ["partner", "xor", "rs"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_is_made_good_by_the_others(lost: int, scheme: str, cluster: Any, undisturbed: Any) -> None:
+    tiers = {"partner": [Partner()], "xor": [Parity("xor")], "rs": [Parity("rs", losses=2)]}[scheme]
+    nodes = cluster(1, 1, 1, 1, tiers=tiers)
+    nodes.live(die_at(5, level="protected"))
+    nodes.lose(nodes.nodes[lost])
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [5] * 4
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, 1, 1)}
