@@ -12,7 +12,8 @@ capture/        what the optimizers consumed            digest update purity she
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier blocks disk memory manifest frame log retain
-store/          and whose it is                         places claim
+store/          an object store                         bucket objects
+store/          where it lies, and whose it is          places claim
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
 keeper/         one a node, and its two writing hands   keeper base_writer record_writer
@@ -22,7 +23,7 @@ keeper/         and as new as the trainer               replica replica_image re
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client arrival
 # the road home: a byte returns
-recover/        back to the same step on every rank     shelf survey plan assemble carry chain state load
+recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          reach audit records rebuild
 # beside the road

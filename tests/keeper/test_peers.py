@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from everstep.errors import Damaged, PeerFailed, PeerLost
-from everstep.keeper import wire
+from everstep.keeper import peer_server, wire
 from everstep.keeper.peer_server import Reply, Server
 from everstep.keeper.peers import Answer, Ask, Peer
 from everstep.keeper.rate import Limiter
@@ -265,6 +265,47 @@ def test_payloads_are_released_once_when_they_are_sent_or_nobody_wants_them(peer
     wait_until(lambda: peer.ask(Count()).answer.text == "1 11")
 
 
+def test_an_asker_that_stops_does_not_keep_what_it_was_to_get(monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
+    monkeypatch.setattr(peer_server, "_DEAD_MS", 2000)
+    handler = Handler()
+    with Server("b", SECRET, ASKS, handler, advertise="127.0.0.1", encrypt=encrypt) as server:
+
+        def stop() -> None:
+            peer = Peer("b", server.address, SECRET, ANSWERS, encrypt=encrypt)
+            peer.ask(Echo(text="here"))
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()  # making the content takes longer
+            peer.ask(Get(seed=1, size=60 * MIB))
+
+        asker = multiprocessing.get_context("fork").Process(target=stop, daemon=True)
+        asker.start()
+        try:
+            wait_until(lambda: handler.released == 1)
+        finally:
+            asker.kill()
+            asker.join()
+
+
+def test_no_more_is_taken_on_than_there_are_workers() -> None:
+    go = threading.Event()
+    working: list[str] = []
+
+    def handle(ask: AnyAsk, payload: memoryview | None) -> Reply:
+        working.append(type(ask).__name__)
+        assert go.wait(20)
+        return Reply(Said(text="done"))
+
+    with Server("b", SECRET, ASKS, handle, advertise="127.0.0.1", workers=2) as server:
+        with Peer("b", server.address, SECRET, ANSWERS) as one, Peer("b", server.address, SECRET, ANSWERS) as two:
+            asking = threading.Thread(target=in_threads, args=(lambda n: (one, two)[n % 2].ask(Put()) and None, 8))
+            asking.start()
+            wait_until(lambda: len(working) == 2)
+            time.sleep(0.3)
+            assert len(working) == 2 and not server._work.qsize()
+            go.set()
+            asking.join()
+            assert len(working) == 8
+
+
 def wait_until(true: Callable[[], bool], within_s: float = 20.0) -> None:
     until = time.monotonic() + within_s
     while not true():
@@ -306,6 +347,21 @@ def test_an_encrypted_server_lets_no_unencrypted_asker_in_and_the_other_way_roun
         peer.ask(Echo(text="hello"))
     with peer_of(other) as friend:
         assert friend.ask(Count()).answer.text.startswith("0 ")
+
+
+@pytest.mark.parametrize("of_the_run", [True, False])
+def test_only_the_keys_of_the_run_pass_the_handshake(of_the_run: bool) -> None:
+    """A server's public key is no secret: whoever has it still needs that of the askers."""
+    secret = wire.Secret(SECRET, "b")
+    context: wire.Context = zmq.Context()
+    with node(encrypt=True) as to, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.curve_publickey, dealer.curve_secretkey = secret.curve("asker") if of_the_run else zmq.curve_keypair()
+        dealer.curve_serverkey, _ = secret.curve("server")
+        dealer.connect(f"tcp://{to.address}")
+        dealer.send(wire.write_head(Kind.HELLO, wire.nonce(), 0, secret.of_kind(Kind.HELLO)))
+        assert bool(dealer.poll(5000 if of_the_run else 700)) == of_the_run
+    context.term()
 
 
 def test_a_short_secret_is_refused() -> None:
@@ -540,14 +596,23 @@ def test_a_late_answer_is_dropped(peer: Peer[Said]) -> None:
             time.sleep(0.05)
 
 
-def test_nothing_of_the_payload_is_held_when_the_peer_is_lost() -> None:
+def test_the_payload_is_let_go_when_the_peer_is_lost(other: Node) -> None:
     """A slot of shared memory is written again, and at last unmapped."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        with Peer("b", f"127.0.0.1:{silent.getsockname()[1]}", SECRET, ANSWERS, timeout_s=0.3) as peer:
-            slot = mmap.mmap(-1, 8 * MIB)
-            with memoryview(slot) as view, pytest.raises(PeerLost):
-                peer.ask(Put(), [view])
-            slot.close()
+    with peer_of(other) as peer:
+        peer.ask(Echo(text="here"))
+        os.kill(other.pid, signal.SIGSTOP)
+        slot = mmap.mmap(-1, 60 * MIB)
+        with memoryview(slot) as view, pytest.raises(PeerLost):
+            peer.ask(Put(), [view], timeout_s=0.5)
+        wait_until(lambda: unmapped(slot), within_s=1.0)
+
+
+def unmapped(slot: mmap.mmap) -> bool:
+    try:
+        slot.close()
+    except BufferError:
+        return False  # pyzmq lets go of its reference a moment after it says so
+    return True
 
 
 def test_200_reconnects_leak_neither_threads_nor_descriptors(encrypt: bool) -> None:

@@ -16,6 +16,7 @@ from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import encode, read_record
 from everstep.store.memory import MemoryTier
+from everstep.store.objects import ObjectTier
 from everstep.store.tier import Tier
 from everstep.tiers import Tiers
 from everstep.types import Source, Survives, TiersRecord
@@ -73,6 +74,8 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[Source, Tier] = {}
         if self.shared:
             found["shared"] = DiskTier(Path(self.shared), name="shared", survives=Survives.NODE)
+        if self.objects:
+            found["objects"] = ObjectTier(self.objects)
         return found
 
 
