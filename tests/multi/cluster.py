@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch._dynamo  # once, before ranks are forked: it takes seconds
 import torch.distributed as dist
 from lives import digest
 from torch import nn
@@ -90,7 +91,7 @@ class Cluster:
         at_step: AtStep = lambda run, rank: None,
         *,
         order: Sequence[str] | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 60.0,
         **options: Any,
     ) -> list[Ended]:
         """One start of the job on these nodes, ranks in their order; all ranks end, or are ended, before it returns."""

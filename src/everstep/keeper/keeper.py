@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
 _INLINE_PATIENCE_S = 30.0
+_FAREWELL_S = 10.0  # until other nodes must have heard how the run ended
 
 
 class Keeper:
@@ -202,6 +203,8 @@ class Keeper:
                 channel.send(Trouble(reason=f"the keeper does not understand {type(message).__name__} now"))
 
     def _welcome(self, channel: Channel, hello: Hello) -> None:
+        if hello.generation != self._generation:
+            self._meet_others(hello)
         with self._roster.lock:
             earlier = self._roster.sessions.get(hello.rank)
             session = Session(hello, channel)
@@ -235,10 +238,12 @@ class Keeper:
         for step in flush.set_aside(self._tier, hello.resumed_from, hello.run, hello.generation):
             self._emit(Retired(step=step, reason=f"newer than step {hello.resumed_from}, from which the run went on"))
         self._logbook.base = self._newest_committed()
-        self._has_many_nodes = bool(hello.secret)
+
+    def _meet_others(self, hello: Hello) -> None:
+        """A new life has other nodes, and another secret. Its lanes ask who is here, so nobody is locked out."""
         if self._fleet is not None:
             self._fleet.close()
-        self._fleet = None
+        self._bases.appointed, self._fleet, self._has_many_nodes = None, None, bool(hello.secret)
         tiers = gather(parse(hello.tiers, "Hello"))
         if hello.secret or tiers.deeper:
             self._fleet = self._make_fleet(hello, tiers)
@@ -300,6 +305,7 @@ class Keeper:
         if newest is not None:
             self._bases.read_back(sessions[0].hello.run, newest)
         is_held = any(s.outgrown or self._is_behind(s) for s in sessions)
+        is_held |= self._fleet is not None and not self._fleet.may_end and idle < linger + _FAREWELL_S
         return gives_up or not (is_held or (newest is not None and newest > self._logbook.base))
 
     def _is_behind(self, session: Session) -> bool:
@@ -314,3 +320,5 @@ class Keeper:
                 if arena is session.ring and self._is_behind(session):
                     continue
                 give_up(arena)
+        if self._fleet is not None and all(session.done for session in self._roster.all()):
+            self._fleet.forget_guests()

@@ -16,7 +16,6 @@ from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import encode, read_record
 from everstep.store.memory import MemoryTier
-from everstep.store.objects import ObjectTier
 from everstep.store.tier import Tier
 from everstep.tiers import Tiers
 from everstep.types import Source, Survives, TiersRecord
@@ -75,6 +74,8 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
         if self.shared:
             found["shared"] = DiskTier(Path(self.shared), name="shared", survives=Survives.NODE)
         if self.objects:
+            from everstep.store.objects import ObjectTier  # needs a package that other tiers do not
+
             found["objects"] = ObjectTier(self.objects)
         return found
 
