@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
@@ -29,9 +31,10 @@ from everstep.capture import gradients, steering
 from everstep.capture.arena import Arena, find_arenas
 from everstep.capture.host import arena_root
 from everstep.events import Event, read_events
-from everstep.keeper import process
+from everstep.keeper import client, process
 from everstep.keeper.client import keeper_pid
 from everstep.store.disk import DiskTier
+from everstep.topology import process_alive
 
 STEPS = 6
 
@@ -117,8 +120,8 @@ class Outcome(msgspec.Struct):
     error: str
 
 
-def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
-    """Run one life in a forked child and see how it ends."""
+def live(life: Callable[[], dict[str, Any]], timeout: float = 120.0) -> Outcome:
+    """Run one life in a forked child and see how it ends; one that does not is not taken for one that was killed."""
     hear, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -137,7 +140,7 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
             pipe.write(msgspec.msgpack.encode(answer))
         os._exit(code)
     os.close(tell)
-    deadline = time.monotonic() + timeout
+    deadline, in_time = time.monotonic() + timeout, True
     with os.fdopen(hear, "rb") as pipe:
         os.set_blocking(hear, False)
         data = b""
@@ -148,8 +151,10 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
             data += chunk or b""
             time.sleep(0.002)
         else:
+            in_time = False
             os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    assert in_time, f"a life did not end in {timeout} s"
     answer = msgspec.msgpack.decode(data) if data else {}
     killed = os.WIFSIGNALED(status)
     code = -os.WTERMSIG(status) if killed else os.WEXITSTATUS(status)
@@ -157,7 +162,7 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
 
 
 def must_finish(life: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    outcome = live(life, timeout=120.0)
+    outcome = live(life)
     assert outcome.result is not None, f"exit {outcome.code}: {outcome.error}"
     return outcome.result
 
@@ -187,12 +192,14 @@ class Countdown:
 
     def __init__(self, operation: int) -> None:
         self.left = operation
+        self.counting = threading.Lock()  # trainer, copier and keeper are threads: no operation is passed over
 
     def __call__(self, name: str) -> None:
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(10)  # the signal may take a moment to arrive
-        self.left -= 1
+        with self.counting:
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(10)  # the signal may take a moment to arrive
+            self.left -= 1
 
     def install(self) -> None:
         DiskTier.before = staticmethod(self)  # type: ignore[assignment]
@@ -205,13 +212,27 @@ def fork_keeper(run: str, directory: Path, before: Callable[[], None] = lambda: 
     if child == 0:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
-            os.dup2(nowhere, standard)  # it may outlive the test, and must not hold its pipes
+            os.dup2(nowhere, standard)
+        os.closerange(3, 1024)  # it may outlive its trainer and the test, and must not hold their pipes
         try:
             before()
             process.main(run, directory)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
+
+
+def meeting_place() -> TCPStore:
+    """Where ranks find each other, as torchrun has it: a port that is bound when it is chosen."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def way_to(port: int) -> dict[str, str]:
+    """The environment of ranks that meet there."""
+    return {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
 
 
 def cuts_made(directory: Path) -> int:
@@ -239,10 +260,20 @@ def forget_memory(directory: Path) -> None:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """A directory for one run; its memory is given back too."""
-    with tempfile.TemporaryDirectory(prefix="everstep-test-") as folder:
+    """A directory for one run; its memory is given back too, and a keeper that lingers goes with it."""
+    # A keeper that is just ending may still have something to say there.
+    with tempfile.TemporaryDirectory(prefix="everstep-test-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder, "run")
         try:
             yield directory
         finally:
+            end_keeper(directory)
             forget_memory(directory)
+
+
+def end_keeper(directory: Path) -> None:
+    pid = client.keeper_pid(run_of(directory)) if run_of(directory) else None
+    if pid is not None and pid != os.getpid():
+        os.kill(pid, signal.SIGKILL)
+        while process_alive(pid):
+            time.sleep(0.002)

@@ -26,6 +26,7 @@ class Signals:
         self._is_leaving = False
         self._pid = os.getpid()
         self._over = False
+        self._forking = threading.local()  # what each thread that forks lets through otherwise
         self._old: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._catch()
@@ -37,7 +38,11 @@ class Signals:
         threading.Thread(target=self._watch, args=(hear,), name="everstep-signals", daemon=True).start()
         self._old = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         ours, old = weakref.ref(self), self._old
-        os.register_at_fork(after_in_child=lambda: _let_be_a_child(ours(), old))
+        os.register_at_fork(
+            before=lambda: _hold_back(ours()),
+            after_in_parent=lambda: _let_through(ours()),
+            after_in_child=lambda: _let_be_a_child(ours(), old),
+        )
 
     def _watch(self, hear: int) -> None:
         """A trainer that hangs in a collective cannot finish its step: after a while it leaves without, losing nothing.
@@ -88,8 +93,21 @@ class Signals:
             signal.set_wakeup_fd(-1)
 
 
+def _hold_back(signals: Signals | None) -> None:
+    """A child that is terminated before it is known to be one would wake us: it shares our pipe."""
+    if signals is not None and not signals._over:
+        signals._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_through(signals: Signals | None) -> None:
+    if signals is not None and hasattr(signals._forking, "mask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals._forking.mask)
+        del signals._forking.mask
+
+
 def _let_be_a_child(signals: Signals | None, old: Mapping[int, Any]) -> None:
     """A forked child is not the trainer: SIGTERM ends it as ever, and the trainer does not hear of it."""
     if signals is not None and not signals._over:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, old[signal.SIGTERM])
+    _let_through(signals)

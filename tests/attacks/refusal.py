@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
+
+import everstep
+from everstep.errors import EverstepError
 
 
 class Refusal:
@@ -35,3 +39,14 @@ class Refusal:
     def write(self, descriptor: int, data: Any) -> int:
         self.refuse(os.readlink(f"/proc/self/fd/{descriptor}"), len(data))
         return self._write(descriptor, data)
+
+
+def wait_through(run: everstep.Run, seconds: float = 60.0) -> None:
+    """Wait until the disk, which no longer refuses, has the step. What it refused before may still be complained of."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            assert run.wait("durable", timeout=seconds)
+            return
+        except EverstepError:
+            assert time.monotonic() < deadline, "it is refused for ever"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,6 +26,7 @@ from everstep.capture.arena import find_arenas
 from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.events import Rejected, Replayed, read_events
+from everstep.keeper.logbook import Logbook
 from everstep.recover.load import clear_attempt, find
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
@@ -38,32 +40,38 @@ ALONE = Topology(rank=0, world=1, node=node_name())
 
 
 def doomed(directory: Path) -> dict[str, Any]:
+    """A segment ends a moment after a base is durable: the loop waits for that moment."""
+    rotate, rotated = Logbook.rotate, threading.Semaphore(0)
+
+    def telling(self: Logbook) -> None:
+        rotate(self)
+        rotated.release()
+
     def at_step(run: everstep.Run) -> None:
         if run.step:
             run.wait("durable")
-        if run.step in (6, 10):
-            run._keeper.wait_durable(run.step - 1, None, as_base=True)
-            time.sleep(0.1)  # the segment ends a moment after the base is durable
+        if run.step in SEGMENTS:
+            base = 1 if run.step == 1 else run.step - 1
+            run._keeper.wait_durable(base, None, as_base=True)
+            assert rotated.acquire(timeout=60)
         if run.step == LAST:
             os.kill(os.getpid(), 9)
 
+    Logbook.rotate = telling  # type: ignore[method-assign]
     return train_log(directory, at_step, records_a_base=4, steps=STEPS, tiers=[Disk(every=100)])
 
 
 @cache
 def original() -> Path:
-    """A run that died, in three segments; where the keeper cuts them depends on when a base is written."""
-    for _ in range(10):
-        directory = Path(tempfile.mkdtemp(prefix="everstep-log-"), "run")
-        assert live(lambda: doomed(directory)).killed
-        forget_memory(directory)
-        tier = DiskTier(directory)
-        assert sorted(int(p.name[5:15]) for p in directory.glob("step-*.json")) == [5, 9]
-        found = {start: log_of(directory, start) for start in segments(tier)}
-        if {start: (log.start + 1, log.last) for start, log in found.items()} == SEGMENTS:
-            return directory
-        shutil.rmtree(directory.parent)
-    raise AssertionError(f"no run ended with the segments {SEGMENTS}")
+    """A run that died, in three segments."""
+    directory = Path(tempfile.mkdtemp(prefix="everstep-log-"), "run")
+    outcome = live(lambda: doomed(directory))
+    assert outcome.killed, outcome.error
+    forget_memory(directory)
+    assert sorted(int(p.name[5:15]) for p in directory.glob("step-*.json")) == [5, 9]
+    found = {start: log_of(directory, start) for start in segments(DiskTier(directory))}
+    assert {start: (log.start + 1, log.last) for start, log in found.items()} == SEGMENTS
+    return directory
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -274,7 +282,7 @@ def killed_in_memory(directory: Path) -> None:
         if 1 <= run.step <= 5:
             run.wait("durable")
         if run.step == 5:
-            DiskTier.before = staticmethod(lambda name: time.sleep(30))  # type: ignore[assignment]
+            DiskTier.before = staticmethod(lambda name: time.sleep(3600))  # type: ignore[assignment]
         if run.step == 8:
             os.kill(os.getpid(), 9)
 

@@ -213,9 +213,12 @@ def test_status_of_a_live_run_shows_small_losses(cli: Cli) -> None:
                 time.sleep(0.1)
                 said = cli("status", directory, "--json")
                 status = said.json if said.code == 0 else {}
+            os.kill(child, signal.SIGSTOP)  # or it is some steps further when the second half of it is read
+            os.waitpid(child, os.WUNTRACED)
+            status = cli("status", directory, "--json").json
             process, reboot, disk = status["exposure"]
             assert status["alive"] and status["trainers"] == [child]
-            assert process["steps"] <= 1 and process["seconds"] < 10
+            assert process["steps"] <= 1 and process["seconds"] < 60
             assert process["restored_from"].startswith("memory")
             assert reboot["restored_from"].startswith("disk") and reboot["steps"] < status["step"]
             assert (disk["restored_from"], disk["seconds"]) == ("nothing", None)

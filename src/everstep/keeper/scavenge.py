@@ -18,6 +18,7 @@ from everstep.events import Degraded, Sink
 from everstep.keeper import flush
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import OWNER_NOTE, connect, find_runtime_folder, leave
+from everstep.store.claim import keep_away
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, run_name
 from everstep.store.places import Places
@@ -209,6 +210,13 @@ def _holds_any(arenas: list[Arena]) -> bool:
 
 def give_back(left: Left, memory_path: str | None = None) -> str:
     """Free the memory of a run that nobody uses, after saving what only it holds; says what was done."""
+    if left.directory is None:
+        return _give_back(left, memory_path)
+    with keep_away(left.directory) as is_away:  # a job that comes back now waits, and finds all of it on the disk
+        return _give_back(left, memory_path) if is_away else "kept: in use"
+
+
+def _give_back(left: Left, memory_path: str | None) -> str:
     folder = arena_root(memory_path) / left.run
     arenas = list(find_arenas(folder.parent, left.run))
     if _is_used(folder, arenas):

@@ -290,8 +290,11 @@ class DiskTier:
         with self._failing(f"deleting {folder}"):
             self.before(f"delete {folder}")
             self._rooted = {name for name in self._rooted if not name.startswith(f"{folder}/")}
-            if (self.root / folder).exists():
-                shutil.rmtree(self.root / folder)
+            while (self.root / folder).exists():
+                try:
+                    shutil.rmtree(self.root / folder)
+                except FileNotFoundError:
+                    continue  # the keeper of another rank lets go of the same
 
     def rename_folder(self, folder: str, to: str) -> None:
         with self._failing(f"renaming {folder}"):
