@@ -232,7 +232,7 @@ class Keeper:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
         sessions = self._roster.sessions
-        for gone in [sessions.pop(rank) for rank in list(sessions) if rank >= hello.world]:
+        for gone in [sessions.pop(rank) for rank in list(sessions) if rank not in hello.local_ranks]:
             self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
         with self._logbook.writing:
             self._logbook.overtake(hello)

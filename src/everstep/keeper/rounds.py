@@ -98,7 +98,7 @@ class Rounds:
     def _move(self, name: str, state: _State, now: float) -> None:
         lanes, has_heard_all = state.lanes.values(), len(state.lanes) == len(self._newest) == len(self._nodes)
         done = {lane.done for lane in lanes}
-        if has_heard_all and len(done) == 1 and min(done) > state.complete:
+        if has_heard_all and len(done) == 1 and min(done) > state.complete and min(done) >= state.step:
             state.complete, state.completed_at = min(done), now
         is_lost = any(lane.missed >= state.step for lane in lanes) or (has_heard_all and min(done) >= state.step)
         if state.step > state.complete and not is_lost and not self._is_waited_before(name, state.step):
