@@ -11,23 +11,30 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep.capture import gradients, steering
-from everstep.capture.arena import Arena, arena_root, find_arenas
-from everstep.keeper import process
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
+from everstep.events import Event, read_events
+from everstep.keeper import client, process
+from everstep.keeper.client import keeper_pid
 from everstep.store.disk import DiskTier
+from everstep.topology import process_alive
 
 STEPS = 6
 
@@ -113,8 +120,8 @@ class Outcome(msgspec.Struct):
     error: str
 
 
-def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
-    """Run one life in a forked child and see how it ends."""
+def live(life: Callable[[], dict[str, Any]], timeout: float = 120.0) -> Outcome:
+    """Run one life in a forked child and see how it ends; one that does not is not taken for one that was killed."""
     hear, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -133,7 +140,7 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
             pipe.write(msgspec.msgpack.encode(answer))
         os._exit(code)
     os.close(tell)
-    deadline = time.monotonic() + timeout
+    deadline, in_time = time.monotonic() + timeout, True
     with os.fdopen(hear, "rb") as pipe:
         os.set_blocking(hear, False)
         data = b""
@@ -144,8 +151,10 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
             data += chunk or b""
             time.sleep(0.002)
         else:
+            in_time = False
             os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    assert in_time, f"a life did not end in {timeout} s"
     answer = msgspec.msgpack.decode(data) if data else {}
     killed = os.WIFSIGNALED(status)
     code = -os.WTERMSIG(status) if killed else os.WEXITSTATUS(status)
@@ -153,9 +162,29 @@ def live(life: Callable[[], dict[str, Any]], timeout: float = 60.0) -> Outcome:
 
 
 def must_finish(life: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    outcome = live(life, timeout=120.0)
+    outcome = live(life)
     assert outcome.result is not None, f"exit {outcome.code}: {outcome.error}"
     return outcome.result
+
+
+@cache
+def undisturbed(steps: int = STEPS) -> str:
+    """What the tiny training gives that nothing happens to. By bases: what knows nothing of a log."""
+    with run_directory() as directory:
+        return str(must_finish(lambda: train_tiny(directory, steps=steps))["digest"])
+
+
+def told(directory: Path, kind: type[Event]) -> list[Any]:
+    """What a run has said of itself."""
+    return [event for event in read_events(directory) if isinstance(event, kind)]
+
+
+def kill_keeper(directory: Path) -> int | None:
+    """The process that was killed, if there was one."""
+    pid = keeper_pid(run_of(directory))
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 class Countdown:
@@ -163,12 +192,14 @@ class Countdown:
 
     def __init__(self, operation: int) -> None:
         self.left = operation
+        self.counting = threading.Lock()  # trainer, copier and keeper are threads: no operation is passed over
 
     def __call__(self, name: str) -> None:
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(10)  # the signal may take a moment to arrive
-        self.left -= 1
+        with self.counting:
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(10)  # the signal may take a moment to arrive
+            self.left -= 1
 
     def install(self) -> None:
         DiskTier.before = staticmethod(self)  # type: ignore[assignment]
@@ -181,13 +212,49 @@ def fork_keeper(run: str, directory: Path, before: Callable[[], None] = lambda: 
     if child == 0:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
-            os.dup2(nowhere, standard)  # it may outlive the test, and must not hold its pipes
+            os.dup2(nowhere, standard)
+        os.closerange(3, 1024)  # it may outlive its trainer and the test, and must not hold their pipes
         try:
             before()
             process.main(run, directory)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
+
+
+class MeetingPlace:
+    """Where ranks find each other, as torchrun has it: a port that is bound when it is chosen.
+
+    The store is in a process of its own, because its threads would hold locks while ranks are forked beside them.
+    """
+
+    def __init__(self) -> None:
+        hear, tell = os.pipe()
+        until, self._until = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._until)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(tell, str(store.port).encode())
+            os.read(until, 1)  # ends when the other end is closed
+            os._exit(0)
+        os.close(until)
+        os.close(tell)
+        self.port = int(os.read(hear, 16))
+        os.close(hear)
+
+    def close(self) -> None:
+        os.close(self._until)
+        os.kill(self._pid, signal.SIGKILL)  # ranks that were forked meanwhile have the other end, too
+        os.waitpid(self._pid, 0)
+
+
+def way_to(port: int) -> dict[str, str]:
+    """The environment of ranks that meet there."""
+    return {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
 
 
 def cuts_made(directory: Path) -> int:
@@ -215,10 +282,20 @@ def forget_memory(directory: Path) -> None:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """A directory for one run; its memory is given back too."""
-    with tempfile.TemporaryDirectory(prefix="everstep-test-") as folder:
+    """A directory for one run; its memory is given back too, and a keeper that lingers goes with it."""
+    # A keeper that is just ending may still have something to say there.
+    with tempfile.TemporaryDirectory(prefix="everstep-test-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder, "run")
         try:
             yield directory
         finally:
+            end_keeper(directory)
             forget_memory(directory)
+
+
+def end_keeper(directory: Path) -> None:
+    pid = client.keeper_pid(run_of(directory)) if run_of(directory) else None
+    if pid is not None and pid != os.getpid():
+        os.kill(pid, signal.SIGKILL)
+        while process_alive(pid):
+            time.sleep(0.002)

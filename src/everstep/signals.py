@@ -16,13 +16,17 @@ _GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
 
 
 class Signals:
-    """Hears the signals of this process. `step_s`: how long a step takes. `is_leaving`: whether the wish is heard."""
+    """Hears the signals of this process, and knows which step is the last."""
 
-    def __init__(self, step_s: Callable[[], float], is_leaving: Callable[[], bool]) -> None:
-        self.received: int | None = None
-        self._step_s, self._is_leaving = step_s, is_leaving
+    def __init__(self, step_s: Callable[[], float], tell: Callable[[int], None] | None) -> None:
+        """`step_s`: how long a step takes. `tell`: let the other ranks know of the last step, if there are any."""
+        self._step_s, self._tell = step_s, tell
+        self._received: int | None = None
+        self._stop_at: int | None = None  # the last step, as all ranks know it
+        self._is_leaving = False
         self._pid = os.getpid()
         self._over = False
+        self._forking = threading.local()  # what each thread that forks lets through otherwise
         self._old: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._catch()
@@ -34,7 +38,11 @@ class Signals:
         threading.Thread(target=self._watch, args=(hear,), name="everstep-signals", daemon=True).start()
         self._old = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         ours, old = weakref.ref(self), self._old
-        os.register_at_fork(after_in_child=lambda: _let_be_a_child(ours(), old))
+        os.register_at_fork(
+            before=lambda: _hold_back(ours()),
+            after_in_parent=lambda: _let_through(ours()),
+            after_in_child=lambda: _let_be_a_child(ours(), old),
+        )
 
     def _watch(self, hear: int) -> None:
         """A trainer that hangs in a collective cannot finish its step: after a while it leaves without, losing nothing.
@@ -44,19 +52,37 @@ class Signals:
         while number := os.read(hear, 1):
             if number[0] == signal.SIGTERM:
                 deadline = time.monotonic() + max(_GRACE_S, _GRACE_STEPS * self._step_s())
-                while time.monotonic() < deadline and not self._over and not self._is_leaving():
+                while time.monotonic() < deadline and not self._over and not self._is_leaving:
                     time.sleep(0.05)
-                if not self._over and not self._is_leaving():
+                if not self._over and not self._is_leaving:
                     os._exit(128 + signal.SIGTERM)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
-        if self.received is not None and number == signal.SIGINT:
+        if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: do not wait for the step
-        self.received = number
+        self._received = number
         name = signal.Signals(number).name
         print(f"everstep: {name}: finishing the step, then saving and leaving", file=sys.stderr, flush=True)
+
+    def stop_at(self, step: int) -> None:
+        """Another rank leaves after this step."""
+        self._stop_at = step if self._stop_at is None else min(self._stop_at, step)
+
+    def is_last(self, step: int) -> bool:
+        """Whether this step is the last one. Ranks leave at the same step: two steps after the first one was told."""
+        if self._received is not None and self._stop_at is None:
+            if self._tell is None:
+                return True
+            self._stop_at = step + 2
+            self._tell(self._stop_at)
+        return self._stop_at is not None and step >= self._stop_at
+
+    def leave(self) -> int:
+        """The wish is being granted: nobody needs to be impatient. Returns the signal."""
+        self._is_leaving = True
+        return self._received or signal.SIGTERM
 
     def give_back(self) -> None:
         """Signals are again what they were before."""
@@ -67,8 +93,21 @@ class Signals:
             signal.set_wakeup_fd(-1)
 
 
+def _hold_back(signals: Signals | None) -> None:
+    """A child that is terminated before it is known to be one would wake us: it shares our pipe."""
+    if signals is not None and not signals._over:
+        signals._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_through(signals: Signals | None) -> None:
+    if signals is not None and hasattr(signals._forking, "mask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals._forking.mask)
+        del signals._forking.mask
+
+
 def _let_be_a_child(signals: Signals | None, old: Mapping[int, Any]) -> None:
     """A forked child is not the trainer: SIGTERM ends it as ever, and the trainer does not hear of it."""
     if signals is not None and not signals._over:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, old[signal.SIGTERM])
+    _let_through(signals)

@@ -53,6 +53,7 @@ class Traits(Noun, frozen=True, kw_only=True):
 
     survives: Survives
     shared: bool  # readable from every node
+    appends: bool  # whether a blob can grow and be cut; otherwise each is made once
 
 
 class Piece(Noun, frozen=True, kw_only=True, gc=False):
@@ -275,6 +276,19 @@ class Records(Noun, frozen=True, kw_only=True):
     everywhere: bool = False  # every node reads them for itself
 
 
+class ParityHolding(Noun, frozen=True, kw_only=True):
+    """The parity that one member of a group still has."""
+
+    node: str
+    record: ParityRecord
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """The same for all members of a group."""
+        one = self.record
+        return (one.step, one.generation, one.world, one.losses, one.members)
+
+
 class Rejection(Noun, frozen=True, kw_only=True):
     step: int  # 0: not known
     source: Source | Literal["any"]
@@ -288,6 +302,7 @@ class Survey(Noun, frozen=True, kw_only=True):
     holdings: tuple[Holding, ...]
     records: tuple[Records, ...] = ()
     values: tuple[Holding, ...] = ()  # what a step left that is too large for every record
+    parities: tuple[ParityHolding, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     attempts: tuple[Attempt, ...] = ()
 
@@ -301,6 +316,7 @@ class Plan(Noun, frozen=True, kw_only=True):
     rejections: tuple[Rejection, ...]
     records: tuple[Records, ...] = ()  # for every rank, one after the other, from the base's step to `step`
     values: tuple[Holding, ...] = ()  # of `step`, if its records need them
+    parities: tuple[ParityHolding, ...] = ()  # what parts whose source is parity are rebuilt from, beside the others
 
     @property
     def base(self) -> int | None:

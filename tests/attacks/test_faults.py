@@ -12,28 +12,30 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lives import STEPS, live, must_finish, run_directory, run_of, tiny, told, train_tiny, undisturbed
+from refusal import Refusal, wait_through
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data._utils import worker as of_a_loader
 from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Memory, topology
-from everstep.capture import arena as arenas
-from everstep.capture import snapshot
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture import host, life
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.errors import EverstepError, Mismatch, NotEnoughMemory, RunHeld, Unstorable
-from everstep.events import ArenaMade, Degraded, Event, KeeperEnded, Rejected, Scavenged, Started, read_events
+from everstep.events import ArenaMade, Degraded, Event, KeeperEnded, Rejected, Scavenged, Started
+from everstep.keeper import keeper as keeping
 from everstep.keeper.client import keeper_pid
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.protocol import Attach, Bye, Channel, Hello, Trouble, Welcome
@@ -41,17 +43,8 @@ from everstep.keeper.scavenge import whole_steps
 from everstep.store import claim
 from everstep.topology import process_alive
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import STEPS, live, must_finish, run_directory, run_of, tiny, train_tiny
-
 OFTEN = [Disk(every=1)]
 SELDOM = [Disk(every=100)]
-
-
-@cache
-def undisturbed(steps: int = STEPS) -> str:
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory, steps=steps))["digest"])
 
 
 def at(step: int, deed: Callable[[everstep.Run], Any]) -> Callable[[everstep.Run], None]:
@@ -69,15 +62,11 @@ def die(run: everstep.Run) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def told(directory: Path, kind: type[Event]) -> list[Any]:
-    return [event for event in read_events(directory) if isinstance(event, kind)]
-
-
 def committed(directory: Path) -> list[int]:
     return sorted(int(path.name[5:15]) for path in directory.glob("step-*.json"))
 
 
-def until(what: Callable[[], Any], seconds: float = 20.0) -> Any:
+def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "it never came"
@@ -86,35 +75,6 @@ def until(what: Callable[[], Any], seconds: float = 20.0) -> Any:
 
 
 # -- a disk that refuses
-
-
-class Refusal:
-    """Makes a directory refuse in this process, as a full or read-only disk does; the events file included."""
-
-    def __init__(self, directory: Path, number: int, after_bytes: int = 0) -> None:
-        self.directory, self.number, self.left = os.fspath(directory), number, after_bytes
-        self.on = False
-        self._open, self._pwrite, self._write = os.open, os.pwrite, os.write
-        os.open, os.pwrite, os.write = self.open, self.pwrite, self.write  # type: ignore[assignment]
-
-    def refuse(self, path: str, size: int) -> None:
-        if self.on and path.startswith(self.directory):
-            self.left -= size
-            if self.left < 0:
-                raise OSError(self.number, os.strerror(self.number))
-
-    def open(self, path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_CREAT and self.number == errno.EROFS:
-            self.refuse(os.fspath(path), 1)
-        return self._open(path, flags, *rest, **more)
-
-    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        self.refuse(os.readlink(f"/proc/self/fd/{descriptor}"), len(data))
-        return self._pwrite(descriptor, data, offset)
-
-    def write(self, descriptor: int, data: Any) -> int:
-        self.refuse(os.readlink(f"/proc/self/fd/{descriptor}"), len(data))
-        return self._write(descriptor, data)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +93,11 @@ def test_training_goes_on_while_the_disk_refuses_and_the_step_is_written_once_it
                 refusal.on = True
             if run.step == 4:
                 try:
-                    run.wait("durable", timeout=20)
+                    run.wait("durable", timeout=60)
                 except EverstepError as error:
                     said.append(str(error))
                 refusal.on = False
-                assert run.wait("durable", timeout=20)
+                wait_through(run)
 
         return {**train_tiny(directory, at_step, tiers=SELDOM), "said": said}
 
@@ -159,7 +119,7 @@ def test_whoever_waits_is_told_at_once_however_often_the_disk_has_refused() -> N
 
         def ask(run: everstep.Run) -> None:
             refusal.on = True
-            for _ in range(6):
+            for _ in range(8):
                 began = time.monotonic()
                 with pytest.raises(EverstepError):
                     run.wait("durable")
@@ -170,12 +130,13 @@ def test_whoever_waits_is_told_at_once_however_often_the_disk_has_refused() -> N
         return {"took": took}
 
     with run_directory() as directory:
-        assert sum(must_finish(life)["took"]) < 10  # with pauses that double it would be half a minute
+        assert sum(must_finish(life)["took"]) < 50  # with pauses that double it would be two minutes
 
 
 def test_a_run_that_ends_on_a_full_disk_says_so_and_its_memory_still_has_the_last_step() -> None:
     def life() -> dict[str, Any]:
         refusal = Refusal(directory, errno.ENOSPC)
+        keeping._INLINE_PATIENCE_S = 3600.0  # it must not wait for somebody to make room
 
         def fill(run: everstep.Run) -> None:
             run.wait("durable")
@@ -184,9 +145,7 @@ def test_a_run_that_ends_on_a_full_disk_says_so_and_its_memory_still_has_the_las
         return train_tiny(directory, at(3, fill), tiers=SELDOM)
 
     with run_directory() as directory:
-        began = time.monotonic()
         outcome = live(life)
-        assert time.monotonic() - began < 20, "it must not wait for somebody to make room"
         assert f"step {STEPS} is not durable" in outcome.error
         result = must_finish(lambda: train_tiny(directory, tiers=SELDOM))
         assert result["resumed_from"] == STEPS and result["digest"] == undisturbed()
@@ -215,8 +174,8 @@ def test_a_full_disk_keeps_nobody_from_coming_back() -> None:
 def test_files_that_somebody_else_deletes_in_mid_run_cost_only_themselves(what: str) -> None:
     def delete(run: everstep.Run) -> None:
         run.wait("durable")
-        for path in directory.glob(what):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in directory.glob(what):  # the keeper may be letting go of the same
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     with run_directory() as directory:
         assert must_finish(lambda: train_tiny(directory, at(3, delete), tiers=OFTEN))["digest"] == undisturbed()
@@ -229,14 +188,14 @@ def test_files_that_somebody_else_deletes_in_mid_run_cost_only_themselves(what: 
 
 
 def without_shared_memory() -> None:
-    real = arenas.free_memory
-    arenas.free_memory = lambda root: real(root) if root is None else 0  # type: ignore[assignment]
+    real = host.free_memory
+    host.free_memory = lambda root: real(root) if root is None else 0  # type: ignore[assignment]
 
 
 def test_where_shared_memory_is_full_the_keeper_holds_the_arena_and_a_killed_run_resumes_from_it() -> None:
     def life(at_step: Callable[[everstep.Run], None] = lambda run: None) -> dict[str, Any]:
         without_shared_memory()
-        return train_tiny(directory, at_step, tiers=SELDOM, keeper="process", linger="5s")
+        return train_tiny(directory, at_step, tiers=SELDOM, keeper="process")
 
     with run_directory() as directory:
         assert live(lambda: life(at(4, die))).killed
@@ -261,7 +220,7 @@ def test_an_arena_without_a_name_is_held_until_its_successor_has_a_seal() -> Non
         model, optimizer, loader = tiny()
         extra: dict[str, Any] = {"losses": [], "blob": ""}
         run = everstep.guard(
-            model, optimizer, loader, dir=directory, extra=extra, steps=STEPS, epochs=None, tiers=SELDOM, linger="5s"
+            model, optimizer, loader, dir=directory, extra=extra, steps=STEPS, epochs=None, tiers=SELDOM
         )
         for x, y in run:
             nn.functional.cross_entropy(model(x), y).backward()
@@ -279,7 +238,7 @@ def test_an_arena_without_a_name_is_held_until_its_successor_has_a_seal() -> Non
 @pytest.mark.parametrize("path", [None, "given"])
 def test_too_little_memory_of_any_kind_is_an_error_with_numbers_and_advice(path: str | None, tmp_path: Path) -> None:
     def life() -> dict[str, Any]:
-        arenas.free_memory = lambda root: 12_345  # type: ignore[assignment]
+        host.free_memory = lambda root: 12_345  # type: ignore[assignment]
         memory = Memory(path=str(tmp_path) if path else None)
         try:
             train_tiny(directory, tiers=[Disk(every=100), memory])
@@ -316,8 +275,10 @@ def test_a_second_run_on_one_directory_is_refused_with_the_holders_pid_and_host(
                 os.write(tell, b"!")
                 time.sleep(60)
 
-            train_tiny(directory, hold)
-            os._exit(0)
+            try:
+                train_tiny(directory, hold)
+            finally:
+                os._exit(0)
         try:
             os.read(hear, 1)
             result = must_finish(second)
@@ -366,11 +327,14 @@ def test_the_workers_of_a_loader_do_not_hold_the_run_of_a_killed_trainer() -> No
     with run_directory() as directory:
         trainer = os.fork()
         if trainer == 0:
-            life()
-            os._exit(0)
+            of_a_loader.MP_STATUS_CHECK_INTERVAL = 3600.0  # after so long they see that they are orphans
+            try:
+                life()
+            finally:
+                os._exit(0)
         os.waitpid(trainer, 0)
         workers = [int(pid) for pid in directory.with_name("workers").read_text().split()]
-        assert len(workers) == 2 and all(map(process_alive, workers)), "they see that they are orphans only after 5 s"
+        assert len(workers) == 2 and all(map(process_alive, workers)), "they do not see yet that they are orphans"
         try:
             assert must_finish(life)["resumed_from"] == 3
         finally:
@@ -520,15 +484,15 @@ def test_a_signal_on_a_full_disk_still_ends_the_run_with_its_code() -> None:
 def test_a_trainer_that_hangs_leaves_within_the_grace_and_loses_nothing_that_was_sealed() -> None:
     def hang(run: everstep.Run) -> None:
         run.wait("sealed")
+        directory.with_name("told").touch()
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_BLOCK, [])
         while True:
             time.sleep(60)
 
     with run_directory() as directory:
-        began = time.monotonic()
         assert live(lambda: train_tiny(directory, at(3, hang), tiers=SELDOM)).code == 143
-        assert time.monotonic() - began < 15
+        assert time.time() - directory.with_name("told").stat().st_mtime < 30, "the grace is 2 s, or five steps"
         result = must_finish(lambda: train_tiny(directory))
         assert result["resumed_from"] == 3 and result["digest"] == undisturbed()
 
@@ -541,12 +505,9 @@ def test_a_signal_to_a_child_of_the_trainer_is_the_childs_alone() -> None:
         if child == 0:
             time.sleep(60)
             os._exit(0)
-        time.sleep(0.1)
         os.kill(child, signal.SIGTERM)
-        began = time.monotonic()
         _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
-        assert time.monotonic() - began < 5
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, "it slept to its end"
         time.sleep(2.6)  # longer than the grace
 
     with run_directory() as directory:
@@ -559,17 +520,21 @@ def test_a_signal_to_a_child_of_the_trainer_is_the_childs_alone() -> None:
 
 
 def test_the_keeper_of_a_killed_trainer_writes_the_last_step_lingers_removes_the_memory_and_ends() -> None:
+    how: dict[str, Any] = {"tiers": SELDOM, "keeper": "process"}
     with run_directory() as directory:
-        assert live(
-            lambda: train_tiny(directory, at(4, die), tiers=SELDOM, keeper="process", linger="2s")
-        ).killed  # fmt: skip
+        assert live(lambda: train_tiny(directory, at(3, die), linger="600s", **how)).killed
         name = run_of(directory)
         keeper = keeper_pid(name)
         assert keeper is not None
-        until(lambda: committed(directory)[-1:] == [4])
-        assert process_alive(keeper), "it lingers for a restart"
-        assert list((arena_root(None) / name).glob("rank-*")), "with the memory in place"
-        until(lambda: not process_alive(keeper))
+        try:
+            until(lambda: committed(directory)[-1:] == [3])
+            assert process_alive(keeper), "it lingers for a restart"
+            assert list((arena_root(None) / name).glob("rank-*")), "with the memory in place"
+            assert live(lambda: train_tiny(directory, at(4, die), linger="1s", **how)).killed
+            until(lambda: not process_alive(keeper))
+        finally:
+            if process_alive(keeper):
+                os.kill(keeper, signal.SIGKILL)
         until(lambda: told(directory, KeeperEnded))
         assert not (arena_root(None) / name).exists()
         assert told(directory, Scavenged)[-1].step == 4
@@ -584,7 +549,7 @@ def test_training_goes_on_with_a_new_keeper_when_its_own_is_killed() -> None:
         def kill_keeper(run: everstep.Run) -> None:
             pids.append(keeper_pid(run_of(directory)))
             os.kill(pids[0] or 0, signal.SIGKILL)
-            assert run.wait("durable", timeout=30)
+            assert run.wait("durable", timeout=60)
             pids.append(keeper_pid(run_of(directory)))
 
         return {**train_tiny(directory, at(3, kill_keeper), tiers=SELDOM, keeper="process"), "pids": pids}
@@ -607,9 +572,9 @@ def test_a_keeper_that_hears_nonsense_goes_on_keeping() -> None:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                     stranger.connect(str(arena_root(None) / name / "keeper.sock"))
                     stranger.send(nonsense)
-                    stranger.settimeout(5)
+                    stranger.settimeout(60)
                     stranger.recv(1000)  # an answer or the end, but no silence
-            assert run.wait("durable", timeout=20)
+            assert run.wait("durable", timeout=60)
             assert keeper_pid(name) == before
 
         return train_tiny(directory, at(3, babble), tiers=SELDOM, keeper="process")
@@ -638,7 +603,7 @@ def test_a_message_that_comes_to_nothing_is_answered_and_the_keeper_lives(tmp_pa
     assert isinstance(trainer.receive()[0], Trouble)  # type: ignore[index]
     assert keeper.is_alive() and any(isinstance(event, Degraded) for event in events)
     trainer.send(Bye(final=True))
-    keeper.join(10)
+    keeper.join(60)
     assert not keeper.is_alive()
 
 
@@ -696,6 +661,20 @@ def test_gc_leaves_a_living_run_alone_and_removes_the_memory_of_a_deleted_one(tm
         assert gc(tmp_path) == {name: "removed"}
         assert not list(arena_root(str(tmp_path)).iterdir())
         assert not (arena_root(None) / name).exists()
+
+
+def test_gc_leaves_a_run_alone_whose_next_life_has_just_begun(tmp_path: Path) -> None:
+    """It has taken the run and not yet its memory: were that saved and removed now, it would write into nothing."""
+    with run_directory() as directory:
+        tiers = [Disk(every=100), Memory(path=str(tmp_path))]
+        assert live(lambda: train_tiny(directory, at(4, die), tiers=tiers)).killed
+        before = committed(directory)
+        lock = claim._hold(directory, topology.here(), common=True)
+        assert lock is not None
+        assert gc(tmp_path) == {run_of(directory): "kept: in use"}
+        os.close(lock)
+        assert list(arena_root(str(tmp_path)).glob("*/rank-*")) and committed(directory) == before
+        assert gc(tmp_path) == {run_of(directory): "step 4 is on disk; removed"}
 
 
 def test_gc_saves_a_step_from_an_arena_that_the_state_had_outgrown(tmp_path: Path) -> None:
@@ -770,5 +749,5 @@ def test_one_chance_death_of_a_reader_does_not_cost_the_newest_step() -> None:
 
 def test_the_names_that_these_tests_replace_are_still_the_ones_that_are_used() -> None:
     """A fault that no longer reaches the code would leave these tests green for nothing."""
-    assert snapshot.choose_place is arenas.choose_place
-    assert arenas.choose_place.__globals__["free_memory"] is arenas.free_memory
+    assert life.choose_place is host.choose_place
+    assert host.choose_place.__globals__["free_memory"] is host.free_memory

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lives import forget_memory, live, must_finish, run_directory, run_of, train_log, undisturbed
 from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk
-from everstep.capture.arena import arena_root, find_arenas
+from everstep.capture.arena import find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.events import Rejected, Replayed, read_events
+from everstep.keeper.logbook import Logbook
 from everstep.recover.load import clear_attempt, find
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
@@ -31,47 +34,44 @@ from everstep.store.log import LogRead, log_name, read_log, segments
 from everstep.store.places import Places
 from everstep.topology import Topology, node_name
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import forget_memory, live, must_finish, run_directory, run_of, train_log, train_tiny
-
 LAST, STEPS = 13, 15
 SEGMENTS = {1: (2, 6), 6: (7, 10), 10: (11, 13)}  # start -> the steps in it
 ALONE = Topology(rank=0, world=1, node=node_name())
 
 
 def doomed(directory: Path) -> dict[str, Any]:
+    """A segment ends a moment after a base is durable: the loop waits for that moment."""
+    rotate, rotated = Logbook.rotate, threading.Semaphore(0)
+
+    def telling(self: Logbook) -> None:
+        rotate(self)
+        rotated.release()
+
     def at_step(run: everstep.Run) -> None:
         if run.step:
             run.wait("durable")
-        if run.step in (6, 10):
-            run._keeper.wait_durable(run.step - 1, None, as_base=True)
-            time.sleep(0.1)  # the segment ends a moment after the base is durable
+        if run.step in SEGMENTS:
+            base = 1 if run.step == 1 else run.step - 1
+            run._keeper.wait_durable(base, None, as_base=True)
+            assert rotated.acquire(timeout=60)
         if run.step == LAST:
             os.kill(os.getpid(), 9)
 
+    Logbook.rotate = telling  # type: ignore[method-assign]
     return train_log(directory, at_step, records_a_base=4, steps=STEPS, tiers=[Disk(every=100)])
 
 
 @cache
 def original() -> Path:
-    """A run that died, in three segments; where the keeper cuts them depends on when a base is written."""
-    for _ in range(10):
-        directory = Path(tempfile.mkdtemp(prefix="everstep-log-"), "run")
-        assert live(lambda: doomed(directory)).killed
-        forget_memory(directory)
-        tier = DiskTier(directory)
-        assert sorted(int(p.name[5:15]) for p in directory.glob("step-*.json")) == [5, 9]
-        found = {start: log_of(directory, start) for start in segments(tier)}
-        if {start: (log.start + 1, log.last) for start, log in found.items()} == SEGMENTS:
-            return directory
-        shutil.rmtree(directory.parent)
-    raise AssertionError(f"no run ended with the segments {SEGMENTS}")
-
-
-@cache
-def undisturbed() -> str:
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory, steps=STEPS))["digest"])
+    """A run that died, in three segments."""
+    directory = Path(tempfile.mkdtemp(prefix="everstep-log-"), "run")
+    outcome = live(lambda: doomed(directory))
+    assert outcome.killed, outcome.error
+    forget_memory(directory)
+    assert sorted(int(p.name[5:15]) for p in directory.glob("step-*.json")) == [5, 9]
+    found = {start: log_of(directory, start) for start in segments(DiskTier(directory))}
+    assert {start: (log.start + 1, log.last) for start, log in found.items()} == SEGMENTS
+    return directory
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,7 +183,7 @@ def test_a_damaged_log_is_named_and_the_newest_proven_step_is_taken(run: Path, w
     assert f"step {step} would be restored" in said and reason in said
     result = must_finish(lambda: train_log(run, steps=STEPS))
     assert result["resumed_from"] == step
-    assert result["digest"] == undisturbed(), "something damaged reached the model"
+    assert result["digest"] == undisturbed(STEPS), "something damaged reached the model"
     told = read_events(run)
     assert not reason or any(isinstance(e, Rejected) and reason in e.reason for e in told)
     replayed = [(e.base, e.steps) for e in told if isinstance(e, Replayed)]
@@ -203,7 +203,7 @@ def test_a_log_without_any_base_is_passed_over_with_a_reason(run: Path) -> None:
     for step in (5, 9):
         lose_base(run, step)
     result = must_finish(lambda: train_log(run, steps=STEPS))
-    assert (result["resumed_from"], result["digest"]) == (None, undisturbed())
+    assert (result["resumed_from"], result["digest"]) == (None, undisturbed(STEPS))
     assert any(isinstance(e, Rejected) and "no base" in e.reason for e in read_events(run))
 
 
@@ -215,7 +215,7 @@ def test_a_log_of_another_run_is_not_taken(run: Path, tmp_path: Path) -> None:
     plan = everstep.open(run).plan()
     assert plan.step == 10 and any("of run" in r.reason for r in plan.rejections)
     result = must_finish(lambda: train_log(run, steps=STEPS))
-    assert (result["resumed_from"], result["digest"]) == (10, undisturbed())
+    assert (result["resumed_from"], result["digest"]) == (10, undisturbed(STEPS))
 
 
 def read_all(directory: Path) -> tuple[int, dict[int, Any]]:
@@ -282,7 +282,7 @@ def killed_in_memory(directory: Path) -> None:
         if 1 <= run.step <= 5:
             run.wait("durable")
         if run.step == 5:
-            DiskTier.before = staticmethod(lambda name: time.sleep(30))  # type: ignore[assignment]
+            DiskTier.before = staticmethod(lambda name: time.sleep(3600))  # type: ignore[assignment]
         if run.step == 8:
             os.kill(os.getpid(), 9)
 
@@ -308,7 +308,7 @@ def test_a_broken_ring_is_reported_and_what_is_left_takes_over(what: str) -> Non
         ring.close()
         result = must_finish(lambda: train_log(directory, steps=STEPS))
         assert result["resumed_from"] == (6 if what in ("header", "seal") else 5)
-        assert result["digest"] == undisturbed()
+        assert result["digest"] == undisturbed(STEPS)
         assert any(isinstance(e, Rejected) and e.source == "memory" for e in read_events(directory))
         left = list((arena_root(None) / run_of(directory)).glob("rank-*"))
         assert left == [] or what in ("missing slot", "control"), "what cannot be opened stays for everstep gc"

@@ -7,7 +7,7 @@ copies of the one before. After step n every element must be n. Without the gate
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,11 @@ def bases(run: everstep.Run) -> dict[int, set[float]]:
     return found
 
 
-def torn(directory: Path, device: str, *, optimizers: int = 1, steps: int = 12, **options: Any) -> list[int]:
-    """Train, looking at every base; the steps whose base was not one cut."""
+def torn(
+    directory: Path, device: str, *, optimizers: int = 1, steps: int = 12, went_on: threading.Event | None = None,
+    **options: Any,
+) -> list[int]:  # fmt: skip
+    """Train, looking at every base; the steps whose base was not one cut. `went_on`: told when an update is done."""
     model = Counters(tensors=8, elements=1 << (21 if device == "cpu" else 24)).to(device)
     groups = [list(model.values)[i::optimizers] for i in range(optimizers)]
     made = [AddsOne(group) for group in groups]
@@ -85,6 +88,10 @@ def torn(directory: Path, device: str, *, optimizers: int = 1, steps: int = 12, 
         model.seen.add_(1)  # a buffer moves before the gate, as in a forward pass
         for optimizer in reversed(made):
             optimizer.step()
+        if went_on is not None:
+            went_on.set()
+            run.wait("sealed")
+            went_on.clear()
         run.done()
         if step % 3 == 0:
             run.wait("sealed")
@@ -116,8 +123,15 @@ def test_an_optimizer_per_parameter_is_gated_bucket_by_bucket(
 def test_without_the_gate_bases_are_torn_so_the_test_can_fail(
     directory: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    real, went_on = Capture._copy, threading.Event()
+
+    def slowly(self: Capture, *arguments: Any) -> None:
+        went_on.wait(1.0)  # for the last base that is looked at nobody goes on
+        real(self, *arguments)
+
     monkeypatch.setattr(Capture, "_gate", lambda self, optimizer: None)
-    assert torn(directory, device) != []
+    monkeypatch.setattr(Capture, "_copy", slowly)
+    assert torn(directory, device, steps=4, went_on=went_on) != []
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -125,17 +139,17 @@ def test_without_shadows_a_buffer_runs_ahead_so_the_test_can_fail(
     directory: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer moves before any gate; were it not copied in the cut, the base would hold its next value."""
-    real = Capture._copy_and_seal
+    real, went_on = Capture._copy_and_seal, threading.Event()
 
     def from_the_live_buffer(self: Capture, job: Any) -> None:
-        time.sleep(0.05)
+        went_on.wait(1.0)
         assert self._shape is not None
         for shadows, sources in self._shape.cut_groups:
             torch._foreach_copy_(shadows, sources)
         real(self, job)
 
     monkeypatch.setattr(Capture, "_copy_and_seal", from_the_live_buffer)
-    assert torn(directory, device, steps=6) != []
+    assert torn(directory, device, steps=4, went_on=went_on) != []
 
 
 def test_the_gate_of_one_optimizer_does_not_wait_for_the_buckets_of_another(

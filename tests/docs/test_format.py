@@ -15,6 +15,8 @@ from everstep.capture import arena as arenas
 from everstep.capture import extras
 from everstep.capture.arena import Arena
 from everstep.store import frame as frames
+from everstep.store import objects
+from everstep.store.objects import ObjectTier
 
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
 RECORDS = [
@@ -161,3 +163,15 @@ def test_a_real_frame_has_its_values_where_the_document_says() -> None:
     assert len(data) == 8192
     assert number["payload checksum"] == xxhash.xxh3_64_intdigest(b"four22")
     assert number["checksum"] == xxhash.xxh3_64_intdigest(data[:40] + header)
+
+
+def test_a_large_blob_in_an_object_store_is_where_the_document_says() -> None:
+    tier, data = ObjectTier("memory://"), bytes(9 << 20)
+    tier.put("step-0000001200/rank-00000.safetensors", memoryview(data))
+    keys = sorted(tier._objects(None))
+    token = re.fullmatch(r"step-0000001200/\.data-([0-9a-f]{32})-rank-00000\.safetensors", keys[0])
+    assert token is not None and keys[1:] == ["step-0000001200/rank-00000.safetensors"]
+    pointer = bytes(objects.obstore.get(tier._store, keys[1]).bytes())
+    assert pointer == f"everstep-object {token[1]}\n".encode() and len(pointer) == objects._POINTER_BYTES == 49
+    assert "`everstep-object <32 hex>` and a newline, 49 bytes" in TEXT
+    assert bytes(objects.obstore.get(tier._store, keys[0]).bytes()) == data

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -318,7 +319,8 @@ def leave_batches_over(trial: Trial, durable: str) -> None:
     for count, (x, y) in enumerate(trial.batches(run), 1):
         if count % 5 == 1 and run.step == ((run.resumed_from or 0) + 1 if durable == "first" else 14):
             run.wait("durable")
-        time.sleep(0.1 if run.step == 14 else 0.0)  # the last update is sealed before anybody dies
+        if run.step == 14:  # before anybody dies, and before a life without a step ends
+            run.wait("durable" if run.resumed_from == 14 else "sealed")
         loss = error(trial, model, x, y)
         loss.backward()
         trial.at("backward")
@@ -898,14 +900,21 @@ def a_rank_that_is_slow_to_seal_when_the_state_outgrows_its_place(trial: Trial) 
     log: list[bytes] = []
     seal = snapshot.Capture._copy_and_seal
 
+    sealed = replace(trial.life, rank=0).file("sealed")
+
     def late(capture: Any, job: Any) -> None:
-        time.sleep(1.0 if trial.rank == 1 and job.step == 5 else 0.0)
+        if trial.rank == 1 and job.step == 5 and trial.life.kill:
+            time.sleep(3600)  # it dies first
         seal(capture, job)
 
     snapshot.Capture._copy_and_seal = late  # type: ignore[method-assign]
     run = trial.guard(model, optimizer, loader(trial), epochs=2, extra={"log": log})
     for x, y in trial.batches(run):
-        time.sleep(0.3 if run.step == 5 else 0.0)
+        if run.step == 5 and trial.rank == 0:
+            run.wait("sealed")
+            sealed.touch()
+        while run.step == 5 and trial.life.kill and not sealed.exists():
+            time.sleep(0.01)  # nobody dies before the other rank has its base
         loss = error(trial, model, x, y)
         loss.backward()
         optimizer.step()

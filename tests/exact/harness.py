@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -40,7 +39,7 @@ from everstep.keeper.client import keeper_pid
 from everstep.tune.controller import Measured
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import Countdown
+from lives import Countdown, MeetingPlace, way_to
 
 SEED = 7
 PLACES = ("asked", "given", "forward", "backward", "step")
@@ -146,7 +145,7 @@ class Trial:
         """Where a process has a replica, and can have one: die when it is as new as the last cut."""
         if self.life.strategy != "replica" or self.life.keeper != "process" or not run._followed:
             return
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + 90.0
         while (run.status()["replica"] or {"step": -1})["step"] < run.step:  # type: ignore[index]
             assert time.monotonic() < deadline, f"the replica does not come: {run.status()}"
             time.sleep(0.02)
@@ -227,7 +226,7 @@ def live(life: Life) -> None:
             _turn_every(life.turn_every)
         if life.world > 1:
             os.environ |= {"RANK": str(life.rank), "WORLD_SIZE": str(life.world), "LOCAL_RANK": str(life.rank)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(life.port)}
+            os.environ |= way_to(life.port)
             everstep.init_process_group("gloo", timeout=timedelta(seconds=60))
         trial = Trial(life)
         _die_when_asked(trial)
@@ -336,7 +335,8 @@ class Stage:
         """
         self.lives += 1
         self.directory.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        store = MeetingPlace() if world > 1 else None
+        port = store.port if store is not None else 0
         ranks = [
             _forked.Process(
                 target=live,
@@ -353,7 +353,7 @@ class Stage:
         ]  # fmt: skip
         for process in ranks:
             process.start()
-        deadline = time.monotonic() + (30.0 if after_s is None else after_s)
+        deadline = time.monotonic() + (120.0 if after_s is None else after_s)
         try:
             while running := [process for process in ranks if process.is_alive()]:
                 left = deadline - time.monotonic()
@@ -364,6 +364,8 @@ class Stage:
             for process in ranks:
                 process.kill()
                 process.join()
+            if store is not None:
+                store.close()
         if after_s is None:
             assert left > 0, f"life {self.lives} did not end\n{self.errors()}"
         return [process.exitcode for process in ranks]
@@ -395,9 +397,3 @@ class Stage:
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.memory(), ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

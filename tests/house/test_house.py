@@ -116,6 +116,13 @@ def test_decisions_touch_no_clock_file_socket_or_tensor(file: Path) -> None:
     assert not called & {"open", "print", "input", "__import__", "exec", "eval"}
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if file.parts[0] == "protect"], ids=str)
+def test_parity_knows_bytes_and_callables_and_no_medium(file: Path) -> None:
+    assert rooms(file) <= GROUND | {"protect"}
+    media = {"torch", "os", "io", "pathlib", "socket", "zmq", "asyncio", "threading", "time", "shutil", "mmap"}
+    assert not {name.split(".")[0] for name in imports(file)} & media
+
+
 # -- what starts without torch
 
 SEE_WHAT_WAS_LOADED = """

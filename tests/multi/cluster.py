@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,13 +17,14 @@ from typing import Any
 
 import msgspec
 import torch
+import torch._dynamo  # once, before ranks are forked: it takes seconds
 import torch.distributed as dist
-from lives import digest
+from lives import MeetingPlace, digest, way_to
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import everstep
-from everstep.capture.arena import arena_root
+from everstep.capture.host import arena_root
 from everstep.keeper.client import keeper_pid
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import run_name
@@ -52,7 +52,7 @@ def train(directory: Path, at_step: AtStep, *, steps: int = STEPS, wide: int = 3
     sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, shuffle=True)
     loader = DataLoader(data, batch_size=8 // world if 8 % world == 0 else 2, sampler=sampler)
     losses: list[float] = []
-    options = {"strategy": "snapshot", "linger": "20s", **options}
+    options = {"strategy": "snapshot", "linger": "60s", **options}
     run = everstep.guard(
         model, optimizer, loader, dir=directory, extra={"losses": losses}, steps=steps, epochs=None, **options
     )
@@ -90,22 +90,25 @@ class Cluster:
         at_step: AtStep = lambda run, rank: None,
         *,
         order: Sequence[str] | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 60.0,
         **options: Any,
     ) -> list[Ended]:
         """One start of the job on these nodes, ranks in their order; all ranks end, or are ended, before it returns."""
         places = [node for node in (order or self.nodes) for _ in range(self.ranks[node])]
-        port = _free_port()
+        store = MeetingPlace()
         children = {}
         for rank, node in enumerate(places):
             hear, tell = os.pipe()
             pid = os.fork()
             if pid == 0:
                 os.close(hear)
-                self._be(rank, node, len(places), port, at_step, tell, options)
+                self._be(rank, node, len(places), store.port, at_step, tell, options)
             os.close(tell)
             children[pid] = (rank, hear)
-        return self._await(children, timeout_s)
+        try:
+            return self._await(children, timeout_s)
+        finally:
+            store.close()
 
     def _be(
         self, rank: int, node: str, world: int, port: int, at_step: AtStep, tell: int, options: dict[str, Any]
@@ -113,8 +116,8 @@ class Cluster:
         answer: dict[str, Any] = {}
         try:
             os.environ |= {
-                "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "EVERSTEP_NODE": node, "EVERSTEP_DOMAIN": self.domains.get(node, node),
+                "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", **way_to(port),
+                "EVERSTEP_NODE": node, "EVERSTEP_DOMAIN": self.domains.get(node, node),
             }  # fmt: skip
             torch.set_num_threads(1)
             everstep.init_process_group("gloo")
@@ -209,12 +212,6 @@ def _heard(hear: int, killed: bool) -> Ended:
     with os.fdopen(hear, "rb") as pipe:
         data = pipe.read()
     return Ended(killed=killed, **(msgspec.msgpack.decode(data) if data else {}))
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def die_at(step: int, *ranks: int, level: str = "sealed") -> AtStep:

@@ -165,7 +165,9 @@ def test_it_is_fair_wherever_any_choice_is(sizes: tuple[int, ...], copies: int) 
     assert ({load[place.node] for place in places} == {copies}) == fair_is_possible(places, copies)
 
 
-@pytest.mark.parametrize(("sizes", "copies"), [((4, 4, 4), 2), ((2, 2, 2, 2), 3), ((1,) * 7, 3), ((3, 3, 3, 3), 2)])
+@pytest.mark.parametrize(
+    ("sizes", "copies"), [((4, 4, 4), 2), ((2, 2, 2, 2), 3), ((1,) * 7, 3), ((3, 3, 3, 3), 2), ((2, 1, 1, 1, 1), 2)]
+)
 def test_copies_of_a_node_are_in_different_domains_where_there_are_enough(sizes: tuple[int, ...], copies: int) -> None:
     places = cluster(*sizes)
     found = partners(places, copies=copies)

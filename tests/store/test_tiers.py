@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,19 @@ def test_the_file_system_may_refuse_direct_writing(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("everstep.store.disk.os.open", no_direct)
     check_tier(DiskTier)
+
+
+def test_a_folder_that_somebody_else_deletes_at_the_same_time_is_gone_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keepers of several ranks let go of the same step."""
+    tier, real = DiskTier(tmp_path), shutil.rmtree
+    tier.put("folder/file", memoryview(b"data"))
+
+    def raced(path: Path) -> None:
+        real(path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "file")
+
+    monkeypatch.setattr(shutil, "rmtree", raced)
+    tier.delete_folder("folder")
+    assert not (tmp_path / "folder").exists()

@@ -188,7 +188,7 @@ class RemoteTier:
 
     def __init__(self, peer: Peer[AnyAnswer], tier: str, survives: Survives) -> None:
         self.name, self._peer, self._tier = f"{tier} of {peer.node}", peer, tier
-        self.traits = Traits(survives=survives, shared=False)
+        self.traits = Traits(survives=survives, shared=False, appends=True)
 
     def put(self, name: str, data: memoryview) -> tuple[int, ...]:
         data, key = data.cast("B"), uuid.uuid4().hex

@@ -51,20 +51,20 @@ def parity_groups(places: Iterable[NodePlace], *, size: int, losses: int) -> Div
     """
     domains = _domains(places)
     count = sum(map(len, domains.values()))
-    largest = max(map(len, domains.values()), default=1)
+    largest = max(map(len, domains.values()), default=0)
     sizes = Counter(map(len, domains.values()))
 
     def placed(groups: int) -> int:
         return sum(min(nodes, groups) * times for nodes, times in sizes.items())
 
     # Dealt one after the other, the nodes of a domain come into as many groups as there are of them, so any number of
-    # groups will do that leaves enough members for each.
-    wanted = max(1, -(-count // max(size, losses + 1)))
+    # groups will do that leaves enough members for each. More groups than wanted are made only to keep a domain apart.
+    wanted = -(-count // max(size, losses + 1))
     possible = [number for number in range(1, max(wanted, largest) + 1) if placed(number) >= number * (losses + 1)]
     if not possible:
         everybody = tuple(sorted(node for nodes in domains.values() for node in nodes))
         return Division(groups=(), unprotected=everybody, warnings=_too_few(everybody, len(domains), losses))
-    number = max(possible, key=lambda groups: (placed(groups), -abs(groups - wanted)))
+    number = max(possible)
     dealt = [node for nodes in domains.values() for node in nodes[:number]]
     groups = tuple(sorted(tuple(sorted(dealt[first::number])) for first in range(number)))
     return Division(
@@ -77,8 +77,8 @@ def parity_groups(places: Iterable[NodePlace], *, size: int, losses: int) -> Div
 def partners(places: Iterable[NodePlace], *, copies: int) -> Partners:
     """`copies` other nodes for every node, in other domains than its own.
 
-    Every node holds as many copies as every other, where the domains allow it; where they allow more than one way to
-    that, the copies of a node are in different domains.
+    Every node holds as many copies as every other, where the domains leave room for it. Beyond that, copies of one in
+    different domains are preferred; where some are not, a warning says so.
     """
     domains = _domains(places)
     ring = _Ring(domains)

@@ -26,7 +26,9 @@ class Xor:
         else:  # the first two at once: a pass over `out` less
             second, *others = others
             np.bitwise_xor(longest[: len(second)], second, out=out[: len(second)])
-            out[len(second) : len(longest)] = longest[len(second) :]
+            if len(second) < len(longest):
+                out[len(second) : len(longest)] = longest[len(second) :]
         for chunk in others:
-            np.bitwise_xor(out[: len(chunk)], chunk, out=out[: len(chunk)])
+            head = out[: len(chunk)]
+            np.bitwise_xor(head, chunk, out=head)
         out[len(longest) :] = 0

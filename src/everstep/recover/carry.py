@@ -18,7 +18,7 @@ from everstep.recover.gather import PACK_BYTES
 from everstep.recover.shelf import RecordImage
 from everstep.recover.survey import Sources
 from everstep.topology import Topology, collective_device, exchange
-from everstep.types import Holding, Records
+from everstep.types import Holding, ParityHolding, Records
 
 
 class _Word(msgspec.Struct):
@@ -63,6 +63,11 @@ class Carrier:
         layout, info = image.parse_cached(bytes(header), total, f"rank {records.rank} of {records.node}")
         return RecordImage(layout, info, data, ranges)
 
+    def parity(self, holding: ParityHolding) -> memoryview:
+        if not self._place.has_many_nodes:
+            return self._sources.parity(holding)
+        return self._carry(holding, lambda: (b"", [self._sources.parity(holding)]))[1][0]
+
     def is_agreed(self, good: bool) -> bool:
         """Whether all ranks say so, where they go on to fetch for each other; else what this one says."""
         if not self._place.has_many_nodes:
@@ -73,7 +78,7 @@ class Carrier:
         return self._place.has_many_nodes and not held.everywhere
 
     def _carry(
-        self, held: Holding | Records, read: Callable[[], tuple[bytes, Sequence[memoryview]]]
+        self, held: Holding | Records | ParityHolding, read: Callable[[], tuple[bytes, Sequence[memoryview]]]
     ) -> tuple[bytes, list[memoryview]]:
         """Read by the first rank of the node that has it. Damaged, on all ranks, if it cannot be read there."""
         owner = self._place.nodes.index(held.node)

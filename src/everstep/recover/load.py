@@ -17,18 +17,20 @@ from everstep.image import FORMAT
 from everstep.recover.assemble import Checkpoint, Image, view
 from everstep.recover.carry import Carrier
 from everstep.recover.chain import BadRecord, Chain, fetch_chain
+from everstep.recover.make_good import rebuild_parts
 from everstep.recover.plan import make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
 from everstep.store.manifest import encode
 from everstep.topology import Topology, exchange
-from everstep.types import Attempt, Holding, Plan, Records, Rejection, Survey
+from everstep.types import Attempt, Holding, ParityHolding, Plan, Records, Rejection, Survey
 
 
 class _Report(msgspec.Struct):
     """What one rank found when it fetched."""
 
     bad: list[tuple[Holding, str]]
-    bad_records: list[tuple[Records, str]]
+    bad_records: list[tuple[Records, str]] = []
+    bad_parities: list[tuple[ParityHolding, str]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,9 @@ def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = N
         found, report = _fetch(carrier, plan, topology.rank)
         answered = exchange(msgspec.msgpack.encode(report), topology)
         reports = [msgspec.msgpack.decode(answer, type=_Report) for answer in answered]
-        bad: list[tuple[Holding | Records, str]] = []
+        bad: list[tuple[Holding | Records | ParityHolding, str]] = []
         for one in reports:
-            bad += [*one.bad, *one.bad_records]
+            bad += [*one.bad, *one.bad_records, *one.bad_parities]
         if not bad and found is not None:
             return found
         had_past = True
@@ -86,24 +88,29 @@ def _fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, _Repo
     images: dict[int, Image] = {}
     bad: list[tuple[Holding, str]] = []
     for holding in plan.parts:
+        if holding.source == "parity":
+            continue
         try:
             images[holding.rank] = carrier.image(holding)
         except (EverstepError, OSError) as error:
             bad.append((holding, str(error)))
+    bad_parities: list[tuple[ParityHolding, str]] = []
+    if plan.parities and carrier.is_agreed(not bad):
+        bad_parities = rebuild_parts(carrier, plan, images)
     base: Checkpoint | None = None
-    if not bad:
+    if not bad and not bad_parities:
         assert plan.base is not None
         try:
             base = view(images, plan.base, rank)
         except Damaged as error:
             bad = [(holding, str(error)) for holding in plan.parts]
-    if not carrier.is_agreed(not bad) or base is None:
-        return None, _Report(bad, [])
+    if not carrier.is_agreed(not bad and not bad_parities) or base is None:
+        return None, _Report(bad, [], bad_parities)
     try:
-        return Found(base, fetch_chain(carrier, plan, rank), plan), _Report([], [])
+        return Found(base, fetch_chain(carrier, plan, rank), plan), _Report([])
     except BadRecord as error:
         if isinstance(error.what, Holding):
-            return None, _Report([(error.what, error.reason)], [])
+            return None, _Report([(error.what, error.reason)])
         return None, _Report([], [(error.what, error.reason)])
 
 

@@ -13,7 +13,17 @@ from typing import get_args
 
 import msgspec
 
-from everstep.types import Attempt, Holding, Plan, Records, Rejection, Source, Survey
+from everstep.types import (
+    Attempt,
+    Holding,
+    ParityHolding,
+    ParityRecord,
+    Plan,
+    Records,
+    Rejection,
+    Source,
+    Survey,
+)
 
 _TRIES = 2  # a reader may be killed by chance once; a step that ends two readers in a row is suspect
 _COST = {source: cost for cost, source in enumerate(get_args(Source))}  # the nearest first
@@ -25,6 +35,7 @@ def merge(surveys: Collection[Survey]) -> Survey:
         holdings=tuple(dict.fromkeys(h for survey in surveys for h in survey.holdings)),
         records=tuple(dict.fromkeys(r for survey in surveys for r in survey.records)),
         values=tuple(dict.fromkeys(v for survey in surveys for v in survey.values)),
+        parities=tuple(dict.fromkeys(p for survey in surveys for p in survey.parities)),
         rejections=tuple(dict.fromkeys(r for survey in surveys for r in survey.rejections)),
         attempts=tuple(dict.fromkeys(a for survey in surveys for a in survey.attempts)),
     )
@@ -38,7 +49,7 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     bases: dict[tuple[int, str, int], tuple[Holding, ...]] = {}
     incomplete: list[Rejection] = []
     for key, held in groups.items():
-        parts, reason = _parts(held, key[2], nodes)
+        parts, reason = _base(survey, key, held, nodes)
         if reason is None:
             bases[key] = parts
         else:
@@ -60,13 +71,14 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     return Plan(
         step=step, world=key[2], parts=bases[key], rejections=_in_order(rejections), records=log.runs(key[0], step),
         values=log.values(step) if step > key[0] else (),
+        parities=_parities(survey, key, nodes) if any(p.source == "parity" for p in bases[key]) else (),
     )  # fmt: skip
 
 
 def reaches(survey: Survey, nodes: Collection[str]) -> list[tuple[tuple[Holding, ...], list[int]]]:
     """Every base that is whole, oldest first, and the steps that can be had from there: its own, and by records."""
     log = _Log(survey, nodes)
-    bases = [_parts(held, world, nodes)[0] for (_, _, world), held in sorted(_by_base(survey).items())]
+    bases = [_base(survey, key, held, nodes)[0] for key, held in sorted(_by_base(survey).items())]
     return [(parts, log.steps(parts[0].step)) for parts in bases if parts]
 
 
@@ -173,9 +185,9 @@ def _suspicion(attempt: Attempt) -> str:
 def _parts(held: list[Holding], world: int, nodes: Collection[str]) -> tuple[tuple[Holding, ...], str | None]:
     chosen, missing = [], []
     for rank in range(world):
-        readable = [h for h in held if h.rank == rank and (h.everywhere or h.node in nodes)]
-        if readable:
-            chosen.append(min(readable, key=lambda h: _COST[h.source]))
+        nearest = _nearest(held, rank, nodes)
+        if nearest is not None:
+            chosen.append(nearest)
         else:
             missing.append(rank)
     if missing:
@@ -184,8 +196,63 @@ def _parts(held: list[Holding], world: int, nodes: Collection[str]) -> tuple[tup
     return tuple(chosen), None
 
 
-def without(survey: Survey, bad: Holding | Records, reason: str) -> Survey:
-    """The survey after a part, or the first of some records, turned out to be damaged."""
+def _nearest(held: list[Holding], rank: int, nodes: Collection[str]) -> Holding | None:
+    readable = [h for h in held if h.rank == rank and (h.everywhere or h.node in nodes)]
+    return min(readable, key=lambda h: _COST[h.source], default=None)
+
+
+def _of(parity: ParityHolding) -> tuple[int, str, int]:
+    return (parity.record.step, parity.record.generation, parity.record.world)
+
+
+def _parities(survey: Survey, key: tuple[int, str, int], nodes: Collection[str]) -> tuple[ParityHolding, ...]:
+    return tuple(p for p in survey.parities if _of(p) == key and p.node in nodes)
+
+
+def _base(
+    survey: Survey, key: tuple[int, str, int], held: list[Holding], nodes: Collection[str]
+) -> tuple[tuple[Holding, ...], str | None]:
+    """The parts of a base, or why it is not whole; parts that nobody has are rebuilt from the parity of their group."""
+    step, generation, world = key
+    parts, reason = _parts(held, world, nodes)
+    if reason is None:
+        return parts, None
+    found = {rank: one for rank in range(world) if (one := _nearest(held, rank, nodes)) is not None}
+    groups: dict[tuple[object, ...], list[ParityHolding]] = defaultdict(list)
+    for parity in _parities(survey, key, nodes):
+        groups[parity.group].append(parity)
+    for parities in groups.values():
+        record = parities[0].record
+        lost = lost_members(record, {p.record.member for p in parities}, found)
+        if len(lost) > record.losses:
+            names = ", ".join(record.members[one].node for one in sorted(lost))
+            reason += f"; of a parity group that makes up for {record.losses}, {names} are lost"
+            continue
+        for part in (part for one in lost for part in record.members[one].parts if part.rank not in found):
+            found[part.rank] = Holding(
+                source="parity", node="", step=step, rank=part.rank, world=world, generation=generation,
+                bytes=part.bytes, cut_time=part.cut_time,
+            )  # fmt: skip
+    if len(found) < world:
+        return (), reason
+    return tuple(found[rank] for rank in range(world)), None
+
+
+def lost_members(record: ParityRecord, with_parity: Collection[int], found: Collection[int]) -> set[int]:
+    """The members of a group that cannot help: a part of theirs is not to be had, or their parity is not."""
+    return {
+        one
+        for one, member in enumerate(record.members)
+        if one not in with_parity or any(part.rank not in found for part in member.parts)
+    }
+
+
+def without(survey: Survey, bad: Holding | Records | ParityHolding, reason: str) -> Survey:
+    """The survey after a part, parity, or the first of some records turned out to be damaged."""
+    if isinstance(bad, ParityHolding):
+        rejection = Rejection(step=bad.record.step, source="parity", reason=reason)
+        parities = tuple(p for p in survey.parities if p != bad)
+        return msgspec.structs.replace(survey, parities=parities, rejections=(*survey.rejections, rejection))
     if isinstance(bad, Records):
         rejection = Rejection(step=bad.first, source=bad.source, reason=reason)
         records = tuple(cut for one in survey.records for cut in _cut_out(one, bad))

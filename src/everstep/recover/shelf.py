@@ -11,10 +11,15 @@ from everstep.errors import Damaged, EverstepError
 from everstep.image import ImageLayout
 from everstep.store.log import LogRead, log_folder, log_name, rank_of, read_log, scan, segments
 from everstep.store.manifest import (
+    check_chunks,
     committed_steps,
+    parity_folder,
+    parity_names,
+    parity_steps,
     read_commit,
     read_data,
     read_part,
+    read_record,
     read_single_part,
     step_folder,
     step_folders,
@@ -22,7 +27,18 @@ from everstep.store.manifest import (
     values_steps,
 )
 from everstep.store.tier import Tier
-from everstep.types import Commit, Holding, ImageInfo, Part, Piece, Records, Rejection, Source
+from everstep.types import (
+    Commit,
+    Holding,
+    ImageInfo,
+    ParityHolding,
+    ParityRecord,
+    Part,
+    Piece,
+    Records,
+    Rejection,
+    Source,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,6 +134,19 @@ class Shelf:
                         has_values=log.info is not None and log.info.has_values, everywhere=self._everywhere,
                     )  # fmt: skip
 
+    def parities(self, rejections: list[Rejection]) -> Iterator[ParityHolding]:
+        for step in parity_steps(self.tier):
+            for name in self.tier.names(parity_folder(step)):
+                if not name.endswith(".json"):
+                    continue
+                try:
+                    record = read_record(self.tier, name, ParityRecord, step=step)
+                    if (record.run, record.step, parity_names(step, record.member)[1]) != (self._run, step, name):
+                        raise Damaged("parity of another run or step", tier=self.tier.name, file=name, step=step)
+                    yield ParityHolding(node=self._node, record=record)
+                except (EverstepError, OSError) as error:
+                    rejections.append(self._rejection(step, str(error), certain=False))
+
     def _in_folder(self, step: int, folder: str, rejections: list[Rejection]) -> Iterator[Holding]:
         """Parts that need no commit."""
         for name in self.tier.names(folder):
@@ -151,6 +180,22 @@ class Shelf:
 
     def values_image(self, holding: Holding) -> memoryview:
         return read_data(self.tier, self._part(holding.step, holding.rank, values_folder(holding.step)), values_folder)
+
+    def parity(self, holding: ParityHolding) -> memoryview:
+        record = holding.record
+        name, _ = parity_names(record.step, record.member)
+
+        def bad(reason: str, chunk: int | None = None) -> Damaged:
+            return Damaged(reason, tier=self.tier.name, step=record.step, file=name, chunk=chunk)
+
+        try:
+            data = self.tier.get(name)
+        except FileNotFoundError:
+            raise bad("the parity is missing") from None
+        if len(data) != record.bytes:
+            raise bad(f"{len(data)} bytes instead of {record.bytes}")
+        check_chunks(data, record.chunks, record.chunk_bytes, bad)
+        return data
 
     def record(self, records: Records, step: int) -> RecordImage:
         for start in reversed(segments(self.tier)):

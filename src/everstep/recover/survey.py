@@ -9,7 +9,8 @@ import msgspec
 import xxhash
 
 from everstep import image
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.client import inherited
@@ -17,7 +18,7 @@ from everstep.recover.shelf import RecordImage, Shelf
 from everstep.store.manifest import check_chunks, read_record
 from everstep.store.places import Places, guest_tier
 from everstep.topology import node_name
-from everstep.types import Attempt, Holding, ImageInfo, Records, Rejection, Source, Survey
+from everstep.types import Attempt, Holding, ImageInfo, ParityHolding, Records, Rejection, Source, Survey
 
 ATTEMPTS = "attempt.json"
 
@@ -57,9 +58,10 @@ class Sources:
             holdings += shelf.holdings(rejections)
             records += shelf.records(rejections)
             values += shelf.values(rejections)
+        parities = self.shelves["partner"].parities(rejections)
         return Survey(
-            holdings=tuple(holdings), records=tuple(records), values=tuple(values), rejections=tuple(rejections),
-            attempts=self.attempts(),
+            holdings=tuple(holdings), records=tuple(records), values=tuple(values),
+            parities=tuple(parities), rejections=tuple(rejections), attempts=self.attempts(),
         )  # fmt: skip
 
     def _in_memory(self, arena: Arena) -> list[Holding]:
@@ -127,6 +129,10 @@ class Sources:
         if (info.run, info.rank, info.world) != (self.run, holding.rank, holding.world):
             raise Damaged("the image belongs to another run or rank", step=holding.step, rank=holding.rank, file=file)
         return layout, info, data
+
+    def parity(self, holding: ParityHolding) -> memoryview:
+        """One member's parity, every byte of it checked."""
+        return self.shelves["partner"].parity(holding)
 
     def record(self, records: Records, step: int, *, copy: bool = False) -> RecordImage:
         """What one rank consumed in a step, every byte of it checked, if it comes from a tier."""

@@ -7,6 +7,8 @@ import fcntl
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,13 +92,25 @@ def _hold(directory: Path, place: Topology, *, common: bool) -> int | None:
     return lock
 
 
-def _lock(path: Path) -> tuple[int, bytes]:
+@contextmanager
+def keep_away(directory: Path) -> Iterator[bool]:
+    """Whether no job has this run; if so none can take it meanwhile."""
+    path = directory / "holder"
+    lock, holder = (-1, b"this process") if _has_open(path) else _lock(path, patience_s=0.0)
+    try:
+        yield not holder
+    finally:
+        if not holder:
+            os.close(lock)
+
+
+def _lock(path: Path, patience_s: float | None = None) -> tuple[int, bytes]:
     """The lock, and who has it if it is not ours. It goes with the process; a loader's workers do not inherit it."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise TierFailed(error.errno, f"a run must be able to write to its directory: {error.strerror}", path) from None
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    deadline = time.monotonic() + (_LOCK_PATIENCE_S if patience_s is None else patience_s)
     while True:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

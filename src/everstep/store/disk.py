@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import shutil
 import time
 import uuid
@@ -25,11 +24,11 @@ import xxhash
 from everstep.errors import BadConfig, NotEnoughSpace, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, round_up
 from everstep.store.blocks import chunks, publish, read_all, whole_blocks, write_all, write_padded
+from everstep.store.tier import NAME
 from everstep.types import Survives, Traits
 
 _THREADS = 4
 _TEMPORARY = ".tmp-"  # no blob is called so: names begin with a letter
-_NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")
 _SPARE_BYTES = 16 << 20  # never fill a disk to its last byte
 
 
@@ -40,7 +39,7 @@ class DiskTier:
 
     def __init__(self, root: Path, *, name: str = "disk", survives: Survives = Survives.REBOOT) -> None:
         self.root, self.name = root, name
-        self.traits = Traits(survives=survives, shared=False)
+        self.traits = Traits(survives=survives, shared=False, appends=True)
         self.wrote_direct = False  # whether the last large put went past the page cache
         self._rooted: set[str] = set()  # growing blobs whose names are durable; whoever made them may have died before
 
@@ -261,7 +260,7 @@ class DiskTier:
             found = [entry.name for entry in os.scandir(base) if entry.is_file(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(prefix + name for name in found if _NAME.fullmatch(name))
+        return sorted(prefix + name for name in found if NAME.fullmatch(name))
 
     def folders(self) -> list[str]:
         try:
@@ -291,8 +290,11 @@ class DiskTier:
         with self._failing(f"deleting {folder}"):
             self.before(f"delete {folder}")
             self._rooted = {name for name in self._rooted if not name.startswith(f"{folder}/")}
-            if (self.root / folder).exists():
-                shutil.rmtree(self.root / folder)
+            while (self.root / folder).exists():
+                try:
+                    shutil.rmtree(self.root / folder)
+                except FileNotFoundError:
+                    continue  # the keeper of another rank lets go of the same
 
     def rename_folder(self, folder: str, to: str) -> None:
         with self._failing(f"renaming {folder}"):
@@ -315,7 +317,7 @@ class DiskTier:
     # -- small things
 
     def _path(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise BadConfig(f"{name!r} is not a name that a tier can hold")
         return self.root / name
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.capture.arena import arena_root
+from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
@@ -73,6 +73,10 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[Source, Tier] = {}
         if self.shared:
             found["shared"] = DiskTier(Path(self.shared), name="shared", survives=Survives.NODE)
+        if self.objects:
+            from everstep.store.objects import ObjectTier  # needs a package that other tiers do not
+
+            found["objects"] = ObjectTier(self.objects)
         return found
 
 

@@ -5,15 +5,18 @@ after a crash at any instruction; a name never changes its content; a listed blo
 the bytes mean. `everstep.testing.check_tier` holds any implementation to this.
 
 A blob that is appended to instead grows: what one append brought stays as it is, and a crash can only leave a torn end
-behind it, so its readers check what they find. It has one writer.
+behind it, so its readers check what they find. It has one writer. Not every medium can do that: traits say so.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from everstep.types import Traits
+
+NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")  # what a blob may be called
 
 
 class Tier(Protocol):
@@ -27,11 +30,15 @@ class Tier(Protocol):
     def append(self, name: str, parts: Sequence[memoryview]) -> None:
         """Add bytes at the end of a growing blob, made if need be, and force them onto the medium; not all or nothing.
 
-        An append that raises leaves the blob as it was, as far as the medium lets it.
+        An append that raises leaves the blob as it was, as far as the medium lets it. A tier whose traits say that it
+        does not append makes a blob, all or nothing, and raises TierFailed if it is there.
         """
 
     def cut(self, name: str, length: int) -> None:
-        """Shorten a growing blob, durably, unless it is as short. FileNotFoundError if it is not there."""
+        """Shorten a growing blob, durably, unless it is as short. FileNotFoundError if it is not there.
+
+        A tier that does not append raises TierFailed instead of shortening.
+        """
 
     def get(self, name: str) -> memoryview:
         """All of a blob, in memory of its own. FileNotFoundError if it is not there."""
@@ -58,7 +65,7 @@ class Tier(Protocol):
         """Remove a folder and all that is in it, complete or not."""
 
     def rename_folder(self, folder: str, to: str) -> None:
-        """Give a folder another name, at once."""
+        """Give a folder another name: at once, or, where the medium cannot, in steps that list nothing incomplete."""
 
     def sweep(self, age_s: float) -> int:
         """Remove what crashed writers left behind that is older than this; returns how many."""
