@@ -85,9 +85,9 @@ def _guarded(name: str, width: int, scratch: Path, rounds: int, **options: Any) 
     try:
         watched.warm_up(loop.step)
         ways = {PLAIN: Way()}
-        half = half_a_ring(directory) if run._compression is not None else 0
-        if run._compression is not None:
-            ways[ALONE] = Way(run._compression.end_step, hooks=(run._compression,))
+        half = half_a_ring(directory) if run._keeping.compression is not None else 0
+        if run._keeping.compression is not None:
+            ways[ALONE] = Way(run._keeping.compression.end_step, hooks=(run._keeping.compression,))
         # With residuals a block is as long as it takes to come to a flush, which then is a part of it.
         ways[name] = Way(
             watched.done, hooks=None, steps=half + 2 if half else 0, behind=watched.behind,

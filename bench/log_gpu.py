@@ -117,12 +117,12 @@ def bench_kind(case: gpu.Case, kind: str, directory: Path, rounds: int, block_s:
     try:
         watched.warm_up(case.step)
         ways = {PLAIN: Way()}
-        if run._compression is None:
+        if run._keeping.compression is None:
             ways[LOG] = Way(watched.done, hooks=None, settle=partial(run.wait, "durable", 60))
         else:
             found.half_ring = half_a_ring(directory)
             ways[PER_TENSOR] = Way(before=per_tensor(case.optimizer))
-            ways[ALONE] = Way(run._compression.end_step, hooks=(run._compression,))
+            ways[ALONE] = Way(run._keeping.compression.end_step, hooks=(run._keeping.compression,))
             # A block has one flush of records and residuals in it, as often as one comes in a long run.
             ways[LOG] = Way(
                 watched.done, hooks=None, steps=max(steps, found.half_ring + 2), settle=partial(run.wait, "sealed")

@@ -19,9 +19,9 @@ from log_turns import Loop, sizes
 from peers import drop_cache
 from replay import sequentially
 
-import everstep
 from everstep import topology
 from everstep.capture.compress import TopK
+from everstep.capture.steering import Steering
 from everstep.events import Replayed
 from everstep.keeper.client import keeper_pid
 from everstep.recover import resume as resuming
@@ -45,7 +45,7 @@ def _small(width: int) -> Loop:
 
 def _life(directory: str, kind: str, width: int) -> None:
     """Train until as many records follow a base, and die."""
-    everstep.Run._is_base_due = lambda self: False  # type: ignore[method-assign]
+    Steering.steps_per_base = 10 * RECORDS  # type: ignore[method-assign,assignment]
     torch.set_flush_denormal(True)
     loop = _small(width)
     run = loop.guard(Path(directory), strategy="log", compress=TopK(RATIO) if kind == "topk" else None)

@@ -154,7 +154,7 @@ class Watched:
     def done(self) -> None:
         self.run.done()
         self.cuts += 1
-        recorder = self.run._recorder
+        recorder = self.run._keeping.recorder
         self.missed += recorder is not None and recorder.whole_since == self.run.step
 
     def behind(self) -> int:
@@ -163,7 +163,7 @@ class Watched:
 
     def stall_s(self) -> float:
         """Host time of the training thread in cuts, gates and hooks, so far."""
-        recorder = self.run._recorder
+        recorder = self.run._keeping.recorder
         return self.run._capture.stall_s + (recorder.stall_s if recorder is not None else 0.0)
 
     def warm_up(self, step: Callable[[], None], steps: int = 8) -> None:

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep.capture import gradients, steering
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
+from everstep.events import Event, read_events
 from everstep.keeper import client, process
+from everstep.keeper.client import keeper_pid
 from everstep.store.disk import DiskTier
 from everstep.topology import process_alive
 
@@ -161,6 +165,26 @@ def must_finish(life: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     outcome = live(life)
     assert outcome.result is not None, f"exit {outcome.code}: {outcome.error}"
     return outcome.result
+
+
+@cache
+def undisturbed(steps: int = STEPS) -> str:
+    """What the tiny training gives that nothing happens to. By bases: what knows nothing of a log."""
+    with run_directory() as directory:
+        return str(must_finish(lambda: train_tiny(directory, steps=steps))["digest"])
+
+
+def told(directory: Path, kind: type[Event]) -> list[Any]:
+    """What a run has said of itself."""
+    return [event for event in read_events(directory) if isinstance(event, kind)]
+
+
+def kill_keeper(directory: Path) -> int | None:
+    """The process that was killed, if there was one."""
+    pid = keeper_pid(run_of(directory))
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 class Countdown:

@@ -54,7 +54,7 @@ def train(
     run = everstep.guard(model, optimizer, loader, dir=directory, scheduler=scheduler, epochs=None, **options)
     for x, y in run:
         if run.step == BASE:
-            run._take(base=True)
+            run._keeping.take(run.step, base=True)
             run._capture.wait_sealed()
             run._keeper.wait_durable(BASE, None, as_base=True)
         at_step(run)  # the ring is small, and these steps are faster than any disk

@@ -7,8 +7,8 @@ types errors events cadence tiers config image topology signals
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
-capture/        off the device, without stopping it     layout arena copier shape snapshot extras position
-capture/        what the optimizers consumed            digest update purity sheet form tap gradients
+capture/        off the device, without stopping it     layout host arena life copier shape snapshot extras position
+capture/        what the optimizers consumed            bits digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier blocks disk memory manifest frame log retain
@@ -21,11 +21,11 @@ keeper/         and with those of other nodes           rate wire peers peer_ser
 keeper/         beyond this node, a lane each           lane deeper partners parity_work
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
-keeper/         and its end in the trainer              client arrival
+keeper/         and its end in the trainer              client arrival keeping
 # the road home: a byte returns
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
-recover/        for people and tools who read          reach audit records rebuild
+recover/        for people and tools who read          reach audit records rebuild retrieve
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 cli/            one file a command

@@ -6,7 +6,6 @@ Needs neither the model nor a GPU, and no torch until load() or export().
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -18,12 +17,8 @@ from everstep.capture.arena import Arena, Live
 from everstep.config import Keep
 from everstep.errors import (
     BadConfig,
-    Damaged,
-    Diverged,
-    EverstepError,
     NewerFormat,
     NothingToRestore,
-    ReplayedElsewhere,
 )
 from everstep.keeper import flush
 from everstep.keeper.client import keeper_pid, replica_of
@@ -36,9 +31,11 @@ from everstep.recover.audit import (
     check_rejections,
     check_rings,
     check_values,
+    is_training,
     log_files,
+    sound_plan,
 )
-from everstep.recover.plan import make_plan, reaches, up_to, without
+from everstep.recover.plan import make_plan, reaches, up_to
 from everstep.recover.reach import (
     Kept,
     exposure,
@@ -54,14 +51,15 @@ from everstep.recover.records import Entry, entries
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
-from everstep.store.manifest import RUN_RECORD, committed_steps, read_commit, read_part, run_name
+from everstep.store.manifest import RUN_RECORD, committed_steps, partial_steps, read_commit, read_part, run_name
 from everstep.store.places import Places
 from everstep.topology import process_alive
-from everstep.types import Commit, Holding, Part, Plan, Records, Survey
+from everstep.types import Commit, Part, Plan, Survey
 
 if TYPE_CHECKING:
-    from everstep.recover.assemble import Checkpoint
-    from everstep.recover.chain import Chain
+    pass
+
+_UNKNOWN = 1 << 62  # how far records lead whose other ranks are on other nodes
 
 
 def open(dir: str | Path, *, memory: str | None = None) -> Archive:
@@ -115,7 +113,7 @@ class Archive:
             for name in lost:
                 if name not in known:
                     raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
-            return _sound_plan(sources, take_away(survey, lost))
+            return sound_plan(sources, take_away(survey, lost))
 
     def log(self, step: int | None = None) -> tuple[list[Entry], list[str]]:
         """Every record, or those of one step, and why there are no more of them where that is not the end."""
@@ -151,11 +149,11 @@ class Archive:
             survey = sources.survey()
             checks = self._checks(sources, survey, step)
             if replay:
-                steady = only(survey, "disk") if _is_training(sources) else survey
+                steady = only(survey, "disk") if is_training(sources) else survey
                 for plan in chains(sources, steady, step):
                     checks.append((records_of(plan)[1], partial(check_chain, sources, survey, plan)))
             found = [f for f in check_rejections(sources, survey) if step is None or f.step == step]
-            if step is None and not _is_training(sources):
+            if step is None and not is_training(sources):
                 found += check_rings(sources)
             if not checks and not found and step is not None:
                 there = in_words(sorted(restorable(survey)))
@@ -190,7 +188,10 @@ class Archive:
 
     def load(self, step: int | None = None, *, rank: int = 0) -> dict[str, Any]:
         """A checkpoint as whole tensors by name and plain values; private values are those of `rank`."""
-        checkpoint = self._checkpoint(step, rank)
+        from everstep.recover.retrieve import retrieve
+
+        with self._sources() as sources:
+            checkpoint = retrieve(sources, step, rank)
         tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in checkpoint.pieces}
         tensors |= {alias: tensors[name] for alias, name in checkpoint.info.aliases.items()}
         return tensors | checkpoint.extras
@@ -204,41 +205,12 @@ class Archive:
         only: "all", or "model" for the model's own state_dict.
         """
         from everstep.recover.export import write
-
-        checkpoint = self._checkpoint(step, 0)
-        write(checkpoint, Path(path), format=format, only=only)
-        return checkpoint.step
-
-    def _checkpoint(self, step: int | None, rank: int) -> Checkpoint:
-        from everstep.recover.assemble import view
-        from everstep.recover.chain import BadRecord, fetch_chain
+        from everstep.recover.retrieve import retrieve
 
         with self._sources() as sources:
-            everything = sources.survey()
-            survey = everything
-            if step is not None:  # it is asked for, whoever failed to read it before
-                survey = msgspec.structs.replace(up_to(survey, step), attempts=())
-            while True:
-                plan = make_plan(survey, {sources.node})
-                if plan.step is None or plan.base is None or step not in (None, plan.step):
-                    raise _unreachable(step, plan, survey)
-                if not 0 <= rank < plan.world:
-                    raise BadConfig(f"rank must be from 0 to {plan.world - 1}, not {rank}")
-                images = {}
-                for holding in plan.parts:
-                    try:
-                        images[holding.rank] = sources.fetch(holding, copy=True)
-                    except (EverstepError, OSError) as error:
-                        survey = without(survey, holding, str(error))
-                        break
-                else:
-                    base = view(images, plan.base, rank)
-                    try:
-                        chain = fetch_chain(sources, plan, rank, copy=True)
-                    except BadRecord as error:
-                        survey = without(survey, error.what, error.reason)
-                        continue
-                    return base if chain is None else _repeated(base, chain, everything)
+            checkpoint = retrieve(sources, step, 0)
+        write(checkpoint, Path(path), format=format, only=only)
+        return checkpoint.step
 
     # -- right now
 
@@ -283,7 +255,7 @@ class Archive:
                 raise NothingToRestore(f"step {step} is not on disk; there are {committed}.{way}")
             held = tuple(h for h in survey.holdings if h.step != step)
             survey = msgspec.structs.replace(survey, holdings=held)
-            left, gone = _sound_plan(sources, survey), sorted(before - restorable(survey) - {step})
+            left, gone = sound_plan(sources, survey), sorted(before - restorable(survey) - {step})
         if left.step is None:
             raise BadConfig(
                 f"step {step} is the last one on disk that can be restored; delete the directory to be rid of it"
@@ -307,9 +279,10 @@ class Archive:
     def _clean_log(self) -> list[int]:
         gone = set()
         with self._sources() as sources:
-            if _is_training(sources) or keeper_pid(self.run) is not None:
+            if is_training(sources) or keeper_pid(self.run) is not None:
                 return []
             ways = [(parts[0].step, steps[-1]) for parts, steps in reaches(sources.survey(), {sources.node})]
+            ways += [(step, _UNKNOWN) for step in partial_steps(self._tier, self.run)]
             for start, rank in log_files(sources):
                 try:
                     end = scan(self._tier, start, rank, self.run).last
@@ -328,77 +301,6 @@ def _is_between(plan: Plan, start: int, rank: int, files: list[tuple[int, int]])
     """Whether a file of the log may have records that a plan needs: its own end is where its rank's next one begins."""
     base, step = plan.base or 0, plan.step or 0
     return start < step and not any(start < other <= base for other, whose in files if whose == rank)
-
-
-def _is_training(sources: Sources) -> bool:
-    arenas = (*sources.arenas, *sources.rings)
-    return any(process_alive(arena.pid) for arena in arenas if arena.kind != "replica")
-
-
-def _sound_plan(sources: Sources, survey: Survey) -> Plan:
-    """The plan whose every byte is good, but for memory that is being trained in."""
-    nodes, is_training = {h.node for h in survey.holdings}, _is_training(sources)
-    while True:
-        plan = make_plan(survey, nodes)
-        looked_at = [(h, check_part(sources, h)) for h in plan.parts if h.source == "disk" or not is_training]
-        bad: list[tuple[Holding | Records, str]] = [(h, finding.problem) for h, finding in looked_at if finding.problem]
-        values = [(v, check_values(sources, v)) for v in plan.values if v.source == "disk" or not is_training]
-        bad += [(v, finding.problem) for v, finding in values if finding.problem]
-        bad += _bad_records(sources, [r for r in plan.records if r.source == "disk" or not is_training])
-        if not bad:
-            return plan
-        for what, problem in bad:
-            survey = without(survey, what, problem)
-
-
-def _bad_records(sources: Sources, found: list[Records]) -> list[tuple[Records, str]]:
-    """The first of some records that is no good."""
-    for one in found:
-        for step in range(one.first, one.last + 1):
-            try:
-                sources.record(one, step)
-            except (EverstepError, OSError) as error:
-                return [(msgspec.structs.replace(one, first=step, last=step), str(error))]
-    return []
-
-
-def _unreachable(step: int | None, plan: Plan, survey: Survey) -> EverstepError:
-    """Why a step cannot be had, and which ones near it can."""
-    reasons = [r for r in plan.rejections if step is None or r.step == step]
-    if step is not None and survey.records:  # whatever broke the chain before it
-        reasons = [r for r in plan.rejections if (plan.step or -1) < r.step <= step]
-    what = f"step {step}" if step is not None else "any step"
-    text = f"cannot restore {what}"
-    if plan.step is not None:
-        text += f"; the newest before it that can be is {plan.step}"
-    text += "".join(f"\n  step {r.step} ({r.source}): {r.reason}" for r in reasons)
-    return (Damaged if any(r.certain for r in reasons) else NothingToRestore)(text)
-
-
-def _repeated(base: Checkpoint, chain: Chain, survey: Survey) -> Checkpoint:
-    """A step between bases, by repeating what led to it."""
-    from everstep.recover.rebuild import NeedsProgram, rebuild
-
-    step, bases = (
-        chain.last.step,
-        sorted({parts[0].step for parts, _ in reaches(survey, {h.node for h in survey.holdings})}),
-    )
-    nearest = min(bases, key=lambda one: abs(one - step))
-    try:
-        rebuilt = rebuild(base, chain)
-    except NeedsProgram as error:
-        raise NeedsProgram(f"{error} There are bases of steps {in_words(bases)}.") from None
-    except Diverged as error:
-        raise Diverged(error.step, error.proven, f"{error.advice} Step {nearest} is a base, and exact.") from None
-    if rebuilt.foreign:
-        proven = "no digest proves it" if rebuilt.proven is None else f"digests prove it up to step {rebuilt.proven}"
-        warnings.warn(
-            f"step {step} was trained on {rebuilt.foreign} and repeated on the host from step {base.step}, which may "
-            f"round otherwise: {proven}. Step {nearest} is a base, and exact.",
-            ReplayedElsewhere,
-            stacklevel=4,
-        )
-    return rebuilt.checkpoint
 
 
 def _ring_state(rings: list[Arena]) -> dict[str, int]:

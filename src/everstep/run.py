@@ -23,19 +23,16 @@ from torch import nn
 from everstep import topology
 from everstep.cadence import seconds
 from everstep.capture import extras as trees
-from everstep.capture.arena import Arena
-from everstep.capture.compression import Compression
 from everstep.capture.compressor import Compressor
-from everstep.capture.copier import Copier
-from everstep.capture.gradients import Recorder
+from everstep.capture.life import Life
 from everstep.capture.position import Feed
-from everstep.capture.snapshot import Capture
-from everstep.capture.steering import Steering, followed
+from everstep.capture.steering import followed
 from everstep.config import Keep, KeeperKind, Mode, Settings, Strategy, settings
 from everstep.errors import BadConfig, EverstepError
 from everstep.events import Degraded, EventLog, Finished, Started, Stopping
 from everstep.keeper.arrival import arrive, check
 from everstep.keeper.client import Answers, KeeperClient
+from everstep.keeper.keeping import Keeping
 from everstep.keeper.protocol import runtime_folder
 from everstep.keeper.scavenge import sign
 from everstep.recover.resume import resume
@@ -110,9 +107,6 @@ class Run:
         self._finished = False
         self._had_finished = False  # in an earlier life
         self._closed = False
-        self._last_capture: tuple[int | None, float] = (None, 0.0)
-        self._stop_at: int | None = None
-        self._is_leaving = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
         check(chosen, self._place)
@@ -122,7 +116,7 @@ class Run:
         self._claim = claim.take(self._places, self._place, self._emit)
         self._run = self._claim.run
         source = self._restore()
-        self._generation = generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
+        generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
         arrive(
@@ -132,23 +126,19 @@ class Run:
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.tiers.memory.path)}:
             sign(folder, chosen.directory, self._emit)
         left, rings = self._sources().left_to(self._place.rank, self._place.world, is_followed=bool(self._followed))
-        self._copier = Copier()
-        self._capture = Capture(
-            state.subjects, self._copier, topology=self._place, settings=chosen, run=self._run, generation=generation,
-            emit=self._emit, attach=self._keeper.attach, left=left, resumed_from=self.resumed_from,
-            resumed_base=self._resumed_base, leased=set(self._keeper.leased),
+        life = Life(
+            run=self._run, generation=generation, topology=self._place, settings=chosen, emit=self._emit,
+            attach=self._keeper.attach,
         )  # fmt: skip
-        self._steering = Steering(
-            state.subjects, self._capture, chosen, self._place, self._emit,
-            had_log=self._resumed_base != self.resumed_from, is_followed=bool(self._followed),
+        self._keeping = Keeping(
+            state.subjects, life, self._keeper, self._tree, left=left, rings=rings, resumed_from=self.resumed_from,
+            resumed_base=self._resumed_base, is_followed=bool(self._followed),
         )  # fmt: skip
-        compressor = state.subjects.compressor
-        self._compression = Compression(state.subjects, compressor) if compressor is not None else None
-        self._recorder = self._begin_log(rings)
+        self._capture = self._keeping.capture
+        self._signals = Signals(lambda: self._step_s, self._keeper.stop_at if self._place.world > 1 else None)
         self._keeper.listen_with(
-            Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._hear_stop)
+            Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._signals.stop_at)
         )
-        self._signals = Signals(lambda: self._step_s, lambda: self._is_leaving)
         atexit.register(self._at_exit)
         self._emit(
             Started(rank=self._place.rank, world=self._place.world, pid=os.getpid(), step=self.step, source=source)
@@ -158,26 +148,6 @@ class Run:
 
     def _sources(self) -> Sources:
         return Sources(self._places, self._run, is_common=self._claim.disk_is_common)
-
-    def _begin_log(self, rings: list[Arena]) -> Recorder | None:
-        """The rings of an earlier life are gone on with, or held until bases have taken their place."""
-        if self._steering.strategy == "log":
-            recorder = self._make_recorder(rings, self.resumed_from)
-            if self.resumed_from is not None:  # the chain goes on with the very next step
-                shape = self._capture.prepare(len(trees.encode(self._tree(), "state")))
-                self._capture.leave_behind(recorder.prepare(shape))
-            return recorder
-        for ring in rings:
-            ring.unseal_after(self.resumed_from)
-        self._capture.leave_behind(rings)
-        return None
-
-    def _make_recorder(self, rings: list[Arena], since: int | None) -> Recorder:
-        return Recorder(
-            self._state.subjects, self._copier, topology=self._place, settings=self.settings, run=self._run,
-            generation=self._generation, emit=self._emit, attach=self._keeper.attach, left=rings, resumed_from=since,
-            compression=self._compression,
-        )  # fmt: skip
 
     def _restore(self) -> str:
         with self._sources() as sources:
@@ -241,58 +211,10 @@ class Run:
         self.step += 1
         before, self._cut_at = self._cut_at, time.monotonic()
         self._step_s = self._cut_at - before
-        self._steering.at_cut(self._step_s, self._recorder)
-        leaving, turned = self._leaving(), self._steer()
-        if not turned and (leaving or self._is_due() or self.step == self.settings.steps):
-            self._take()
-        if self._compression is not None:
-            self._compression.end_step()
-        if leaving:
+        is_last = self._signals.is_last(self.step)
+        self._keeping.at_cut(self.step, self._step_s, must=is_last or self.step == self.settings.steps)
+        if is_last:
             self._leave()
-
-    def _is_due(self) -> bool:
-        if self._recorder is not None:
-            return True  # a chain has no gaps
-        step, when = self._last_capture
-        if not self.settings.capture.due(self.step, time.monotonic(), step, when):
-            return False
-        return self.settings.mode != "disk" or step is None or self._keeper.durable_step >= step
-
-    def _take(self, *, base: bool = False) -> None:
-        """Keep the present step: by a record if there is one and it leads anywhere, else by a base."""
-        self._last_capture = (self.step, time.monotonic())
-        tree = self._tree()
-        if self._recorder is None:
-            self._capture.cut(self.step, trees.encode(tree, "state"))
-            return
-        if (self._capture.sealed_step or -1) < self._recorder.whole_since:
-            self._capture.wait_sealed()  # records that follow a base are worth nothing before it is sealed
-        if self._recorder.cut_step != self.step:  # the last step is taken once more when a run ends
-            self._recorder.cut(self.step, tree)
-        if base or self._capture.base_step < self._recorder.whole_since or self._is_base_due():
-            self._capture.cut(self.step, trees.encode(tree, "state"))
-            assert self._capture.shape is not None
-            self._capture.leave_behind(self._recorder.prepare(self._capture.shape))
-
-    def _is_base_due(self) -> bool:
-        return self.step - self._capture.base_step >= self._steering.steps_per_base
-
-    def _steer(self) -> bool:
-        """Turn, if it is time to; on a base, so that nothing is less safe on the way."""
-        keeper, steering = self._keeper, self._steering
-        if not steering.decide(self.step, self._recorder, keeper.base_write_s, keeper.record_write_s):
-            return False
-        self._take(base=True)
-        if self._recorder is not None:
-            self._capture.leave_behind(self._recorder.close())
-            keeper.detach_rings()
-            self._recorder = None
-        else:
-            self._recorder = self._make_recorder([], self.step)
-            assert self._capture.shape is not None
-            self._capture.leave_behind(self._recorder.prepare(self._capture.shape))
-            keeper.persist(self.step, as_base=True)  # records lead nowhere on the disk before it is there
-        return True
 
     def _tree(self) -> dict[str, Any]:
         return {
@@ -316,10 +238,10 @@ class Run:
         """Wait until the last cut has reached a level. False if it had not in time."""
         wanted = Level.named(level)
         between_steps = not self._capture.stepped
-        if between_steps and self.step > 0 and self.step not in (self._last_capture[0], self.resumed_from):
-            self._take()
+        if between_steps and self.step > 0 and self.step not in (self._keeping.last_step, self.resumed_from):
+            self._keeping.take(self.step)
         self._capture.wait_sealed()
-        captured = self._kept_step()
+        captured = self._keeping.kept_step
         if wanted is Level.SEALED or captured is None:
             return True
         self._check_level(wanted)
@@ -332,14 +254,8 @@ class Run:
         if wanted is Level.PROTECTED and (tiers.protection is None or not self._place.has_many_nodes):
             raise BadConfig("nothing is ever 'protected' without several nodes and tiers=[Partner()] or [Parity(...)]")
 
-    def _kept_step(self) -> int | None:
-        """The newest step that survives this process."""
-        recorded = self._recorder.recorded_step if self._recorder is not None else None
-        return max((s for s in (self._capture.sealed_step, recorded) if s is not None), default=None)
-
     def status(self) -> dict[str, object]:
         """Where the run stands, as plain data."""
-        arena = self._capture.arena()
         return {
             "run": self._run,
             "directory": str(self.settings.directory),
@@ -348,12 +264,8 @@ class Run:
             "step": self.step,
             "epoch": self.epoch,
             "resumed_from": self.resumed_from,
-            "sealed_step": self._kept_step(),
             "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
-            "arena": arena.place if arena is not None else None,
-            "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
-            **self._steering.status(),
-            "stall_s": self._capture.stall_s,
+            **self._keeping.status(),
             "replica": self._keeper.replica_status(self.step),
             "trouble": self._keeper.trouble,
         }
@@ -370,8 +282,8 @@ class Run:
             stepped, self._capture.stepped = self._capture.stepped, False
             self.step += stepped
             ended = self._finished and not self._had_finished and self.step > 0
-            if self._last_capture[0] is not None or stepped or ended:
-                self._take(base=True)
+            if self._keeping.last_step is not None or stepped or ended:
+                self._keeping.take(self.step, base=True)
                 self._capture.wait_sealed()
                 self._keeper.wait_durable(self.step, None, as_base=True)
                 if self.settings.tiers.deeper:
@@ -384,11 +296,7 @@ class Run:
 
     def _release(self, *, final: bool) -> None:
         self._closed = True
-        rings = self._recorder.close() if self._recorder is not None else []
-        if self._compression is not None:
-            self._compression.close()
-        self._capture.close()
-        self._copier.close()
+        rings = self._keeping.close()
         self._keeper.close(final=final)
         for ring in rings if final and self._keeper.durable_base >= self.step else ():
             ring.remove()  # the last base is on the disk: nobody needs records
@@ -414,23 +322,8 @@ class Run:
             self._capture.wait_sealed()
             self._keeper.close(final=False)
 
-    # -- signals
-
-    def _hear_stop(self, step: int) -> None:
-        self._stop_at = step if self._stop_at is None else min(self._stop_at, step)
-
-    def _leaving(self) -> bool:
-        """Whether this cut is the last one. Ranks leave at the same step: two steps after the first one was told."""
-        if self._signals.received is not None and self._stop_at is None:
-            if self._place.world == 1:
-                return True
-            self._stop_at = self.step + 2
-            self._keeper.stop_at(self._stop_at)
-        return self._stop_at is not None and self.step >= self._stop_at
-
     def _leave(self) -> None:
-        self._is_leaving = True
-        number = self._signals.received or signal.SIGTERM
+        number = self._signals.leave()
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
         self._capture.wait_sealed()
         try:

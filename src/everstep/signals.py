@@ -16,11 +16,14 @@ _GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
 
 
 class Signals:
-    """Hears the signals of this process. `step_s`: how long a step takes. `is_leaving`: whether the wish is heard."""
+    """Hears the signals of this process, and knows which step is the last."""
 
-    def __init__(self, step_s: Callable[[], float], is_leaving: Callable[[], bool]) -> None:
-        self.received: int | None = None
-        self._step_s, self._is_leaving = step_s, is_leaving
+    def __init__(self, step_s: Callable[[], float], tell: Callable[[int], None] | None) -> None:
+        """`step_s`: how long a step takes. `tell`: let the other ranks know of the last step, if there are any."""
+        self._step_s, self._tell = step_s, tell
+        self._received: int | None = None
+        self._stop_at: int | None = None  # the last step, as all ranks know it
+        self._is_leaving = False
         self._pid = os.getpid()
         self._over = False
         self._forking = threading.local()  # what each thread that forks lets through otherwise
@@ -49,19 +52,37 @@ class Signals:
         while number := os.read(hear, 1):
             if number[0] == signal.SIGTERM:
                 deadline = time.monotonic() + max(_GRACE_S, _GRACE_STEPS * self._step_s())
-                while time.monotonic() < deadline and not self._over and not self._is_leaving():
+                while time.monotonic() < deadline and not self._over and not self._is_leaving:
                     time.sleep(0.05)
-                if not self._over and not self._is_leaving():
+                if not self._over and not self._is_leaving:
                     os._exit(128 + signal.SIGTERM)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
-        if self.received is not None and number == signal.SIGINT:
+        if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: do not wait for the step
-        self.received = number
+        self._received = number
         name = signal.Signals(number).name
         print(f"everstep: {name}: finishing the step, then saving and leaving", file=sys.stderr, flush=True)
+
+    def stop_at(self, step: int) -> None:
+        """Another rank leaves after this step."""
+        self._stop_at = step if self._stop_at is None else min(self._stop_at, step)
+
+    def is_last(self, step: int) -> bool:
+        """Whether this step is the last one. Ranks leave at the same step: two steps after the first one was told."""
+        if self._received is not None and self._stop_at is None:
+            if self._tell is None:
+                return True
+            self._stop_at = step + 2
+            self._tell(self._stop_at)
+        return self._stop_at is not None and step >= self._stop_at
+
+    def leave(self) -> int:
+        """The wish is being granted: nobody needs to be impatient. Returns the signal."""
+        self._is_leaving = True
+        return self._received or signal.SIGTERM
 
     def give_back(self) -> None:
         """Signals are again what they were before."""

@@ -12,16 +12,16 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lives import STEPS, live, must_finish, run_directory, run_of, tiny, told, train_tiny, undisturbed
+from refusal import Refusal, wait_through
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data._utils import worker as of_a_loader
@@ -29,12 +29,12 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Memory, topology
-from everstep.capture import arena as arenas
-from everstep.capture import snapshot
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture import host, life
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.errors import EverstepError, Mismatch, NotEnoughMemory, RunHeld, Unstorable
-from everstep.events import ArenaMade, Degraded, Event, KeeperEnded, Rejected, Scavenged, Started, read_events
+from everstep.events import ArenaMade, Degraded, Event, KeeperEnded, Rejected, Scavenged, Started
 from everstep.keeper import keeper as keeping
 from everstep.keeper.client import keeper_pid
 from everstep.keeper.keeper import Keeper
@@ -43,17 +43,8 @@ from everstep.keeper.scavenge import whole_steps
 from everstep.store import claim
 from everstep.topology import process_alive
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import STEPS, live, must_finish, run_directory, run_of, tiny, train_tiny
-
 OFTEN = [Disk(every=1)]
 SELDOM = [Disk(every=100)]
-
-
-@cache
-def undisturbed(steps: int = STEPS) -> str:
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory, steps=steps))["digest"])
 
 
 def at(step: int, deed: Callable[[everstep.Run], Any]) -> Callable[[everstep.Run], None]:
@@ -71,10 +62,6 @@ def die(run: everstep.Run) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def told(directory: Path, kind: type[Event]) -> list[Any]:
-    return [event for event in read_events(directory) if isinstance(event, kind)]
-
-
 def committed(directory: Path) -> list[int]:
     return sorted(int(path.name[5:15]) for path in directory.glob("step-*.json"))
 
@@ -88,46 +75,6 @@ def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 # -- a disk that refuses
-
-
-def wait_through(run: everstep.Run, seconds: float = 60.0) -> None:
-    """Wait until the disk, which no longer refuses, has the step. What it refused before may still be complained of."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            assert run.wait("durable", timeout=seconds)
-            return
-        except EverstepError:
-            assert time.monotonic() < deadline, "it is refused for ever"
-
-
-class Refusal:
-    """Makes a directory refuse in this process, as a full or read-only disk does; the events file included."""
-
-    def __init__(self, directory: Path, number: int, after_bytes: int = 0) -> None:
-        self.directory, self.number, self.left = os.fspath(directory), number, after_bytes
-        self.on = False
-        self._open, self._pwrite, self._write = os.open, os.pwrite, os.write
-        os.open, os.pwrite, os.write = self.open, self.pwrite, self.write  # type: ignore[assignment]
-
-    def refuse(self, path: str, size: int) -> None:
-        if self.on and path.startswith(self.directory):
-            self.left -= size
-            if self.left < 0:
-                raise OSError(self.number, os.strerror(self.number))
-
-    def open(self, path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_CREAT and self.number == errno.EROFS:
-            self.refuse(os.fspath(path), 1)
-        return self._open(path, flags, *rest, **more)
-
-    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        self.refuse(os.readlink(f"/proc/self/fd/{descriptor}"), len(data))
-        return self._pwrite(descriptor, data, offset)
-
-    def write(self, descriptor: int, data: Any) -> int:
-        self.refuse(os.readlink(f"/proc/self/fd/{descriptor}"), len(data))
-        return self._write(descriptor, data)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +188,8 @@ def test_files_that_somebody_else_deletes_in_mid_run_cost_only_themselves(what: 
 
 
 def without_shared_memory() -> None:
-    real = arenas.free_memory
-    arenas.free_memory = lambda root: real(root) if root is None else 0  # type: ignore[assignment]
+    real = host.free_memory
+    host.free_memory = lambda root: real(root) if root is None else 0  # type: ignore[assignment]
 
 
 def test_where_shared_memory_is_full_the_keeper_holds_the_arena_and_a_killed_run_resumes_from_it() -> None:
@@ -291,7 +238,7 @@ def test_an_arena_without_a_name_is_held_until_its_successor_has_a_seal() -> Non
 @pytest.mark.parametrize("path", [None, "given"])
 def test_too_little_memory_of_any_kind_is_an_error_with_numbers_and_advice(path: str | None, tmp_path: Path) -> None:
     def life() -> dict[str, Any]:
-        arenas.free_memory = lambda root: 12_345  # type: ignore[assignment]
+        host.free_memory = lambda root: 12_345  # type: ignore[assignment]
         memory = Memory(path=str(tmp_path) if path else None)
         try:
             train_tiny(directory, tiers=[Disk(every=100), memory])
@@ -802,5 +749,5 @@ def test_one_chance_death_of_a_reader_does_not_cost_the_newest_step() -> None:
 
 def test_the_names_that_these_tests_replace_are_still_the_ones_that_are_used() -> None:
     """A fault that no longer reaches the code would leave these tests green for nothing."""
-    assert snapshot.choose_place is arenas.choose_place
-    assert arenas.choose_place.__globals__["free_memory"] is arenas.free_memory
+    assert life.choose_place is host.choose_place
+    assert host.choose_place.__globals__["free_memory"] is host.free_memory

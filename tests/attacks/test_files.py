@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,11 +18,13 @@ from typing import Any
 import msgspec
 import pytest
 import xxhash
+from lives import forget_memory, live, must_finish, run_directory, run_of, train_tiny
 from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Keep, Memory, image
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.config import Keep as KeepPolicy
 from everstep.errors import Damaged, EverstepError, NewerFormat
@@ -32,9 +33,6 @@ from everstep.keeper import flush
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import decode, encode, read_commit, read_data, read_part, run_name
 from everstep.types import Commit, ImageInfo, Part, RunRecord
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import forget_memory, live, must_finish, run_directory, run_of, train_tiny
 
 OFTEN = [Disk(every=1)]
 LAST = 6

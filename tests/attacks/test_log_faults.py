@@ -5,42 +5,39 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_faults import Refusal, wait_through
+from lives import (
+    forget_memory,
+    fork_keeper,
+    kill_keeper,
+    live,
+    must_finish,
+    run_directory,
+    run_of,
+    told,
+    train_log,
+    undisturbed,
+)
+from refusal import Refusal, wait_through
 
 import everstep
 from everstep import Disk
-from everstep.capture.arena import Arena, arena_root
+from everstep.capture.arena import Arena
+from everstep.capture.host import arena_root
 from everstep.errors import EverstepError
-from everstep.events import ChainEnded, Degraded, Event, Logged, Persisted, Retired, read_events
+from everstep.events import ChainEnded, Degraded, Logged, Persisted, Retired
 from everstep.keeper import client
-from everstep.keeper.client import keeper_pid
 from everstep.keeper.logbook import Logbook
 from everstep.store.disk import DiskTier
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import forget_memory, fork_keeper, live, must_finish, run_directory, run_of, train_log, train_tiny
-
 STEPS = 24
 SELDOM = [Disk(every=100)]
-
-
-@cache
-def undisturbed(steps: int = STEPS) -> str:
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory, steps=steps))["digest"])
-
-
-def told(directory: Path, kind: type[Event]) -> list[Any]:
-    return [event for event in read_events(directory) if isinstance(event, kind)]
 
 
 def die(run: everstep.Run) -> None:
@@ -96,7 +93,7 @@ def slow_life(directory: Path, end: Callable[[everstep.Run], Any]) -> dict[str, 
 def test_a_slow_disk_blocks_no_step_the_chain_ends_and_comes_back() -> None:
     with run_directory() as directory:
         result = must_finish(lambda: slow_life(directory, lambda run: None))
-        assert result["digest"] == undisturbed()
+        assert result["digest"] == undisturbed(STEPS)
         ended = told(directory, ChainEnded)
         assert [event.reason.split(":")[0] for event in ended] == ["the ring is full"]
         assert any(event.first > ended[0].step for event in told(directory, Logged)), "the chain did not come back"
@@ -111,7 +108,7 @@ def test_after_a_slow_disk_a_killed_run_goes_on_from_its_last_step(reboot: bool)
         plan = everstep.open(directory).plan()
         assert plan.step == 21 and plan.base is not None and plan.base > 5
         result = must_finish(lambda: train_log(directory, steps=STEPS, digest_every=2, tiers=SELDOM))
-        assert (result["resumed_from"], result["digest"]) == (21, undisturbed())
+        assert (result["resumed_from"], result["digest"]) == (21, undisturbed(STEPS))
 
 
 @pytest.mark.parametrize("reboot", [False, True], ids=["killed", "rebooted"])
@@ -136,7 +133,7 @@ def test_killed_while_the_ring_is_full_nothing_durable_is_lost(reboot: bool) -> 
             forget_memory(directory)
         result = must_finish(lambda: train_log(directory, steps=STEPS, tiers=SELDOM))
         assert result["resumed_from"] == 12 if not reboot else result["resumed_from"] >= 4
-        assert result["digest"] == undisturbed()
+        assert result["digest"] == undisturbed(STEPS)
 
 
 # -- a disk that refuses
@@ -179,7 +176,7 @@ def test_training_goes_on_while_the_log_is_refused_and_it_is_written_once_it_is_
         assert any("not durable yet" in event.what for event in told(directory, Degraded))
         forget_memory(directory)
         result = must_finish(lambda: train_log(directory, steps=STEPS, tiers=SELDOM))
-        assert (result["resumed_from"], result["digest"]) == (15, undisturbed())
+        assert (result["resumed_from"], result["digest"]) == (15, undisturbed(STEPS))
         assert everstep.open(directory).verify()
 
 
@@ -211,13 +208,6 @@ def test_whoever_waits_for_a_record_is_told_at_once_however_often_the_disk_has_r
 
 
 # -- keepers
-
-
-def kill_keeper(directory: Path) -> int | None:
-    pid = keeper_pid(run_of(directory))
-    if pid is not None:
-        os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 def test_a_keeper_killed_while_a_batch_is_open_leaves_a_torn_tail_that_is_cut() -> None:
@@ -262,7 +252,7 @@ def test_a_keeper_killed_while_a_batch_is_open_leaves_a_torn_tail_that_is_cut() 
         kill_keeper(directory)
         forget_memory(directory)
         result = must_finish(lambda: train_log(directory, steps=STEPS, tiers=SELDOM))
-        assert (result["resumed_from"], result["digest"]) == (7, undisturbed())
+        assert (result["resumed_from"], result["digest"]) == (7, undisturbed(STEPS))
 
 
 def test_a_keeper_that_dies_after_bases_of_this_life_does_not_take_them_along() -> None:
@@ -290,7 +280,7 @@ def test_a_keeper_that_dies_after_bases_of_this_life_does_not_take_them_along() 
         assert not [e for e in told(directory, Retired) if "newer than" in e.reason]
         assert max(e.step for e in told(directory, Persisted)) > 2
         result = must_finish(lambda: train_log(directory, steps=STEPS, tiers=SELDOM))
-        assert (result["resumed_from"], result["digest"]) == (8, undisturbed())
+        assert (result["resumed_from"], result["digest"]) == (8, undisturbed(STEPS))
 
 
 # -- nothing grows

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -18,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lives import forget_memory, live, must_finish, run_directory, run_of, train_log, undisturbed
 from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk
-from everstep.capture.arena import arena_root, find_arenas
+from everstep.capture.arena import find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.events import Rejected, Replayed, read_events
 from everstep.keeper.logbook import Logbook
@@ -32,9 +33,6 @@ from everstep.store.disk import DiskTier
 from everstep.store.log import LogRead, log_name, read_log, segments
 from everstep.store.places import Places
 from everstep.topology import Topology, node_name
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import forget_memory, live, must_finish, run_directory, run_of, train_log, train_tiny
 
 LAST, STEPS = 13, 15
 SEGMENTS = {1: (2, 6), 6: (7, 10), 10: (11, 13)}  # start -> the steps in it
@@ -74,12 +72,6 @@ def original() -> Path:
     found = {start: log_of(directory, start) for start in segments(DiskTier(directory))}
     assert {start: (log.start + 1, log.last) for start, log in found.items()} == SEGMENTS
     return directory
-
-
-@cache
-def undisturbed() -> str:
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory, steps=STEPS))["digest"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,7 +183,7 @@ def test_a_damaged_log_is_named_and_the_newest_proven_step_is_taken(run: Path, w
     assert f"step {step} would be restored" in said and reason in said
     result = must_finish(lambda: train_log(run, steps=STEPS))
     assert result["resumed_from"] == step
-    assert result["digest"] == undisturbed(), "something damaged reached the model"
+    assert result["digest"] == undisturbed(STEPS), "something damaged reached the model"
     told = read_events(run)
     assert not reason or any(isinstance(e, Rejected) and reason in e.reason for e in told)
     replayed = [(e.base, e.steps) for e in told if isinstance(e, Replayed)]
@@ -211,7 +203,7 @@ def test_a_log_without_any_base_is_passed_over_with_a_reason(run: Path) -> None:
     for step in (5, 9):
         lose_base(run, step)
     result = must_finish(lambda: train_log(run, steps=STEPS))
-    assert (result["resumed_from"], result["digest"]) == (None, undisturbed())
+    assert (result["resumed_from"], result["digest"]) == (None, undisturbed(STEPS))
     assert any(isinstance(e, Rejected) and "no base" in e.reason for e in read_events(run))
 
 
@@ -223,7 +215,7 @@ def test_a_log_of_another_run_is_not_taken(run: Path, tmp_path: Path) -> None:
     plan = everstep.open(run).plan()
     assert plan.step == 10 and any("of run" in r.reason for r in plan.rejections)
     result = must_finish(lambda: train_log(run, steps=STEPS))
-    assert (result["resumed_from"], result["digest"]) == (10, undisturbed())
+    assert (result["resumed_from"], result["digest"]) == (10, undisturbed(STEPS))
 
 
 def read_all(directory: Path) -> tuple[int, dict[int, Any]]:
@@ -316,7 +308,7 @@ def test_a_broken_ring_is_reported_and_what_is_left_takes_over(what: str) -> Non
         ring.close()
         result = must_finish(lambda: train_log(directory, steps=STEPS))
         assert result["resumed_from"] == (6 if what in ("header", "seal") else 5)
-        assert result["digest"] == undisturbed()
+        assert result["digest"] == undisturbed(STEPS)
         assert any(isinstance(e, Rejected) and e.source == "memory" for e in read_events(directory))
         left = list((arena_root(None) / run_of(directory)).glob("rank-*"))
         assert left == [] or what in ("missing slot", "control"), "what cannot be opened stays for everstep gc"

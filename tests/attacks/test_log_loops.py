@@ -7,7 +7,6 @@ memory, and once with the disk alone.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lives import bases_every, digest, forget_memory, live, must_finish, run_directory
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,9 +23,6 @@ import everstep
 from everstep import Disk
 from everstep.capture import gradients
 from everstep.events import ChainEnded, Degraded, Rejected, read_events
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import bases_every, digest, forget_memory, live, must_finish, run_directory
 
 STEPS = 12
 SELDOM = [Disk(every=100)]

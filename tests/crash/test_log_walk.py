@@ -6,41 +6,30 @@ Shared memory loses at most one step. A disk alone loses nothing that it was sai
 from __future__ import annotations
 
 import os
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import everstep
-from everstep import Disk
-from everstep.keeper import client
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import (
     STEPS,
     Countdown,
     cuts_made,
     forget_memory,
     fork_keeper,
+    kill_keeper,
     live,
     must_finish,
     run_directory,
-    run_of,
     train_log,
-    train_tiny,
+    undisturbed,
 )
+
+import everstep
+from everstep import Disk
+from everstep.keeper import client
 
 STRIDE = 2
 OFTEN = [Disk(every=3)]
-
-
-@cache
-def undisturbed() -> str:
-    """By bases alone, so that the log is compared with something that knows nothing of it."""
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory))["digest"])
 
 
 def note_durable(run: everstep.Run, directory: Path) -> None:
@@ -186,12 +175,6 @@ def walk_keeper_and_reboot(operations: range) -> None:
             result = must_finish(lambda: log_life(directory))
             assert result["resumed_from"] >= said, f"the keeper died before operation {operation}"
             assert result["digest"] == undisturbed()
-
-
-def kill_keeper(directory: Path) -> None:
-    pid = client.keeper_pid(run_of(directory))
-    if pid is not None:
-        os.kill(pid, 9)
 
 
 def test_a_keeper_that_follows_a_dead_one_forgets_nothing_durable() -> None:

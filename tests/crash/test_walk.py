@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import os
-import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
+from lives import (
+    STEPS,
+    Countdown,
+    cuts_made,
+    forget_memory,
+    fork_keeper,
+    live,
+    must_finish,
+    run_directory,
+    train_tiny,
+    undisturbed,
+)
 
 from everstep import Disk
 from everstep.keeper import client
 from everstep.store.disk import DiskTier
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import STEPS, Countdown, cuts_made, forget_memory, fork_keeper, live, must_finish, run_directory, train_tiny
-
 STRIDE = 4  # the walk is split into this many tests, for the workers
 OFTEN = [Disk(every=1)]
-
-
-@cache
-def undisturbed() -> str:
-    with run_directory() as directory:
-        return str(must_finish(lambda: train_tiny(directory, tiers=OFTEN))["digest"])
 
 
 def killing_life(directory: Path, operation: int) -> dict[str, object]:

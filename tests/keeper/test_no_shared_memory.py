@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from lives import fork_keeper, live, must_finish, run_directory, run_of, train_tiny
 
 import everstep
-from everstep.capture import arena
+from everstep.capture import host
 from everstep.events import Started, read_events
 from everstep.keeper import client
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import fork_keeper, live, must_finish, run_directory, run_of, train_tiny
 
 
 def test_a_run_without_shared_memory_is_killed_and_resumed_from_what_the_keeper_holds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(arena, "SHARED_MEMORY", Path("/nonexistent"))
+    monkeypatch.setattr(host, "SHARED_MEMORY", Path("/nonexistent"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(client, "start", fork_keeper)

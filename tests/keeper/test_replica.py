@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import everstep
 from everstep import run as door
 from everstep.capture import gradients, steering
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.events import Degraded, Drift, Persisted, Replayed, ReplicaMade, Started, read_events
 from everstep.keeper.client import keeper_pid, replica_of

@@ -17,13 +17,14 @@ from typing import Any
 
 import msgspec
 import torch
+import torch._dynamo  # once, before ranks are forked: it takes seconds
 import torch.distributed as dist
 from lives import digest, meeting_place, way_to
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import everstep
-from everstep.capture.arena import arena_root
+from everstep.capture.host import arena_root
 from everstep.keeper.client import keeper_pid
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import run_name
@@ -89,7 +90,7 @@ class Cluster:
         at_step: AtStep = lambda run, rank: None,
         *,
         order: Sequence[str] | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 60.0,
         **options: Any,
     ) -> list[Ended]:
         """One start of the job on these nodes, ranks in their order; all ranks end, or are ended, before it returns."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everstep.capture.bits import cut_up, same_bits
 from everstep.capture.compressor import Compressor, communication_hook
 from everstep.capture.layout import Subjects, is_replicated
 from everstep.errors import BadConfig
@@ -58,7 +59,7 @@ class Compression:
             if flat is None:
                 self.compressor.lay_out(key, parameters)
                 flat = self._buffers[key] = torch.empty(sum(p.numel() for p in parameters)).to(gradients[0])
-            pieces = [piece.view(g.shape) for piece, g in zip(_cut(flat, parameters), gradients, strict=True)]
+            pieces = [piece.view(g.shape) for piece, g in zip(cut_up(flat, parameters), gradients, strict=True)]
             torch._foreach_copy_(pieces, gradients)
             self.compressor.packed[key] = (parameters, self.compressor.reduce(flat, key, None))
             torch._foreach_copy_(gradients, pieces)
@@ -77,8 +78,8 @@ class Compression:
                 return True
             flat = torch.empty(sum(p.numel() for p in parameters)).to(parameters[0].grad)
             self.compressor.unpack(packed, flat)
-            pieces = zip(_cut(flat, parameters), parameters, strict=True)
-            if not all(_same_bits(piece, p.grad) for piece, p in pieces if p.grad is not None):
+            pieces = zip(cut_up(flat, parameters), parameters, strict=True)
+            if not all(same_bits(piece, p.grad) for piece, p in pieces if p.grad is not None):
                 return True
         return False
 
@@ -96,13 +97,3 @@ def _ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel:
         model = model._orig_mod  # type: ignore[assignment]
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     return model
-
-
-def _cut(flat: Tensor, parameters: list[Tensor]) -> tuple[Tensor, ...]:
-    pieces: tuple[Tensor, ...] = flat.split([parameter.numel() for parameter in parameters])
-    return pieces
-
-
-def _same_bits(piece: Tensor, gradient: Tensor) -> bool:
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[piece.itemsize]
-    return torch.equal(piece.view(words), gradient.reshape(-1).view(words))

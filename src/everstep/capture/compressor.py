@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from everstep.capture.bits import cut_up
 from everstep.errors import BadConfig, Mismatch
 
 Owner = int | str  # of a residual: the id of a parameter, or the key of a buffer whose parameters nobody told
@@ -104,7 +105,7 @@ class Compressor(ABC):
 
     def _loosen(self, key: str) -> None:
         parameters = self._parameters.pop(key)
-        pieces = _cut(self._residuals.pop(key), parameters) if key in self._residuals else ()
+        pieces = cut_up(self._residuals.pop(key), parameters) if key in self._residuals else ()
         self._loose.update(zip(map(id, parameters), pieces, strict=False))
         for parameter in parameters:
             del self._holder[id(parameter)]
@@ -135,7 +136,7 @@ class Compressor(ABC):
             if parameters is None:
                 held[key] = residual
             else:
-                held.update(zip(map(id, parameters), _cut(residual, parameters), strict=True))
+                held.update(zip(map(id, parameters), cut_up(residual, parameters), strict=True))
         found = {self._name(owner): owner for owner in held}
         where: dict[Owner, tuple[int, int]] = {
             owner: (int(key), i) for key, owners in self.settled.items() for i, owner in enumerate(owners)
@@ -200,11 +201,6 @@ def _is(one: object, other: object) -> bool:
     return one is other
 
 
-def _cut(flat: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    pieces: tuple[Tensor, ...] = flat.split([parameter.numel() for parameter in parameters])
-    return pieces
-
-
 # -- under DDP
 
 
@@ -260,7 +256,7 @@ class _Tap:
         gradients = {
             id(parameter): (parameter, piece)
             for flat, parameters, _ in self._held
-            for parameter, piece in zip(parameters, _cut(flat, parameters), strict=True)
+            for parameter, piece in zip(parameters, cut_up(flat, parameters), strict=True)
         }
         if gradients.keys() != {owner for ids in missing.values() for owner in ids}:
             raise Mismatch("DDP reduces other parameters than the run that is resumed; is the same part of it frozen?")

@@ -17,7 +17,6 @@ only a base makes a new beginning. `whole_since` is the step that this base must
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -25,21 +24,19 @@ from typing import Any
 import torch
 
 from everstep.capture import extras as trees
-from everstep.capture.arena import Arena, ArenaKind, choose_place
+from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.compression import Compression
 from everstep.capture.copier import Copier
 from everstep.capture.digest import digest, state_digest
 from everstep.capture.form import Form, as_it_is, call_of, fits, make_form, members_of, on_device, scalar_of
 from everstep.capture.layout import Subjects
+from everstep.capture.life import Life
 from everstep.capture.purity import Purity
 from everstep.capture.shape import Shape, pin
-from everstep.capture.sheet import Sheet
 from everstep.capture.tap import Tap
 from everstep.capture.update import flushes_denormals
-from everstep.config import Settings
-from everstep.events import ChainEnded, Degraded, RingMade, Sink
+from everstep.events import ChainEnded, Degraded, RingMade
 from everstep.image import ImageLayout
-from everstep.topology import Topology
 
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
 _LOOKS = 4  # records whose gradients are compared with their packed form, before signs are trusted
@@ -55,23 +52,15 @@ class Recorder:
         self,
         subjects: Subjects,
         copier: Copier,
+        life: Life,
         *,
-        topology: Topology,
-        settings: Settings,
-        run: str,
-        generation: str,
-        emit: Sink,
-        attach: Callable[[Arena], None],
         left: list[Arena],
         resumed_from: int | None,
         compression: Compression | None,
     ) -> None:
-        self._subjects, self._copier = subjects, copier
-        self._topology, self._settings = topology, settings
-        self._run, self._generation, self._emit = run, generation, emit
-        self._attach, self._left = attach, left
+        self._subjects, self._copier, self._life = subjects, copier, life
+        self._left = left  # rings and values of an earlier life, until they are taken over or a base takes their place
         self._form: Form | None = None
-        self._newest = 1 if topology.world == 1 else 2  # steps whose values are never overwritten
         self._slot: int | None = None  # that the present step is recorded into
         self._draining: set[int] = set()  # slots that earlier steps are still on their way to
         self._calls: dict[int, dict[str, Any]] = {}
@@ -89,7 +78,7 @@ class Recorder:
         self.update_s = self._update_s = self._began = 0.0  # that optimizers took in a step; of a device the launching
         for ring in left:
             ring.unseal_after(resumed_from)
-        self._tap = Tap(subjects, copier, emit) if compression is None else None
+        self._tap = Tap(subjects, copier, life.emit) if compression is None else None
         self._purity: Purity | None = Purity(subjects)
         self._impure = ""  # why no step can be repeated
         self._handles = [
@@ -292,7 +281,7 @@ class Recorder:
         sheet, values = form.heavy
         self._copier.wait()  # the slot of the step before must be sealed, or it would be given away again
         held = sheet.arena.slot_of(sheet.arena.taken())
-        slot = sheet.arena.free_slot(self._newest, {held} if held is not None else set())
+        slot = sheet.arena.free_slot(self._life.newest, {held} if held is not None else set())
         assert slot is not None
         sheet.arena.unseal(slot)
         sheet.await_drain(self._copier)
@@ -308,7 +297,7 @@ class Recorder:
             self._purity = None
         if reason:
             self._gap = self._impure = reason
-            self._emit(Degraded(what="there is no log, every step is a base", reason=reason))
+            self._life.emit(Degraded(what="there is no log, every step is a base", reason=reason))
 
     def _rebind(self, form: Form) -> bool:
         """Values were replaced by others: take those, if they have the same shape."""
@@ -327,7 +316,7 @@ class Recorder:
         self.whole_since = step
         if reason != self._told:
             self._told = reason
-            self._emit(ChainEnded(rank=self._topology.rank, step=step, reason=reason))
+            self._life.emit(ChainEnded(rank=self._life.topology.rank, step=step, reason=reason))
         return False
 
     # -- the copier thread (or the training thread, where all is on the host)
@@ -345,18 +334,11 @@ class Recorder:
         copy_s = 0.0
         if form.heavy is not None and large is not None:
             copy_s = form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
-            self._seal(form.heavy[0], large, step, cut_time)
+            self._life.seal(form.heavy[0].arena, large, step=step, cut_time=cut_time)
         copy_s += form.record.drain(slot, early, payload, self._copier)
-        self._seal(form.record, slot, step, cut_time)
+        self._life.seal(form.record.arena, slot, step=step, cut_time=cut_time)
         self._draining.discard(slot)
         self.recorded_step, self.copy_s = step, copy_s
-
-    def _seal(self, sheet: Sheet, slot: int, step: int, cut_time: float) -> None:
-        if self._settings.mode == "direct":
-            sheet.arena.flush(slot)
-        sheet.arena.seal(slot, step=step, cut_time=cut_time, generation=self._generation)
-        if self._settings.mode == "direct":
-            sheet.arena.flush(slot)
 
     # -- making the form
 
@@ -370,15 +352,15 @@ class Recorder:
         if self._form is None and (self._compression is None or self._compression.compressor.packed):
             compressor = self._compression.compressor if self._compression is not None and self._is_packed else None
             form = self._form = make_form(
-                self._subjects, shape, topology=self._topology, run=self._run, compressor=compressor,
-                written=self._written, arena_for=partial(self._arena_for, shape.layout.total_bytes),
+                self._subjects, shape, self._life, compressor=compressor, written=self._written,
+                arena_for=partial(self._arena_for, shape.layout.total_bytes),
             )  # fmt: skip
             ring, sheets = form.record.arena, (form.record, *(form.heavy or ())[:1])
-            pinned = bool(form.record.lanes) and all(pin(sheet.flats, self._emit) for sheet in sheets)
-            self._emit(
+            pinned = bool(form.record.lanes) and all(pin(sheet.flats, self._life.emit) for sheet in sheets)
+            self._life.emit(
                 RingMade(
-                    rank=self._topology.rank, slots=len(ring.slots), record_bytes=ring.slot_bytes, place=ring.place,
-                    pinned=pinned,
+                    rank=self._life.topology.rank, slots=len(ring.slots), record_bytes=ring.slot_bytes,
+                    place=ring.place, pinned=pinned,
                 )
             )  # fmt: skip
             self._calls, self._gap = {}, self._impure
@@ -400,23 +382,19 @@ class Recorder:
     def _arena_for(self, base_bytes: int, layout: ImageLayout, kind: ArenaKind) -> Arena:
         """Take over an arena that is there and fits, else make one; a ring has about the size of a base."""
         for arena in self._left:
-            if arena.rank == self._topology.rank and arena.kind == kind:
-                self._attach(arena)  # so that the keeper writes what is in it before it looks at the new one
+            if arena.rank == self._life.topology.rank and arena.kind == kind:
+                self._life.attach(arena)  # so that the keeper writes what is in it before it looks at the new one
         for arena in self._left:
             if (arena.kind, arena.layout_digest, arena.slot_bytes) == (kind, layout.digest, layout.total_bytes):
                 self._left.remove(arena)
                 arena.adopt(layout)
-                self._attach(arena)
+                self._life.attach(arena)
                 return arena
-        slots = self._newest + 2
+        slots = self._life.newest + 2
         if kind == "log":
             slots = max(_MIN_SLOTS, min(_MAX_SLOTS, base_bytes // layout.total_bytes))
-        root = choose_place(self._settings.tiers.memory.path, slots * layout.total_bytes, slots)
-        arena = Arena.create(
-            root, kind=kind, run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout,
-            slots=slots,
-        )  # fmt: skip
-        self._attach(arena)
+        arena = self._life.make_arena(layout, kind=kind, slots=slots)
+        self._life.attach(arena)
         return arena
 
     def close(self) -> list[Arena]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
+from everstep.capture.bits import cut_up
 from everstep.capture.compressor import Compressor, finite
 from everstep.errors import BadConfig
 
@@ -169,9 +170,8 @@ class _Bucket:
 
     def __init__(self, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         self._flat = flat
-        pieces = flat.split([parameter.numel() for parameter in parameters])
         shapes = [parameter.shape or (1,) for parameter in parameters]
-        self._gradients = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        self._gradients = [p.view(shape) for p, shape in zip(cut_up(flat, parameters), shapes, strict=True)]
 
     def buffer(self) -> Tensor:
         return self._flat

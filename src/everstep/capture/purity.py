@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, optim
 
+from everstep.capture.bits import same_bits
 from everstep.capture.layout import Subjects
 from everstep.capture.update import (
     Call,
@@ -214,9 +215,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> str:
 def _same(one: Any, other: Any) -> bool:
     """The same bits."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)))
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and same_bits(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.tobytes() == other.tobytes()
     if isinstance(one, dict) and isinstance(other, dict):

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from everstep.capture.arena import Arena
 from everstep.capture.layout import BUCKET_BYTES, TORCH_DTYPES, Bucket, Entry, Listing, Share, Subjects, buckets, share
-from everstep.config import Mode
+from everstep.capture.life import Life
 from everstep.errors import BadConfig
 from everstep.events import Degraded, Sink
 from everstep.image import FORMAT, ImageLayout, lay_out
-from everstep.topology import Topology
 from everstep.types import ImageInfo, Piece
 
 _EXTRAS_MARGIN = 64 << 10
@@ -114,18 +113,16 @@ class Shape:
 
 def make_shape(
     subjects: Subjects,
+    life: Life,
     *,
-    topology: Topology,
-    mode: Mode,
-    run: str,
     order: list[int],
     extras_bytes: int,
     arena_for: Callable[[ImageLayout], Arena],
 ) -> Shape:
-    listing = subjects.listing()
+    listing, topology, mode = subjects.listing(), life.topology, life.settings.mode
     shares = share(listing.entries, topology.rank, topology.world)
     info = ImageInfo(
-        format=FORMAT, run=run, rank=topology.rank, world=topology.world, aliases=listing.aliases,
+        format=FORMAT, run=life.run, rank=topology.rank, world=topology.world, aliases=listing.aliases,
         on_host=listing.on_host, optimizers=subjects.optimizer_infos(),
     )  # fmt: skip
     devices = sorted({s.entry.tensor.device for s in shares if s.entry.tensor.is_cuda}, key=str)

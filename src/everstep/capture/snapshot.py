@@ -18,21 +18,19 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 
-from everstep.capture.arena import Arena, choose_place
+from everstep.capture.arena import MEMFD, Arena
 from everstep.capture.copier import Copier
 from everstep.capture.layout import Subjects
+from everstep.capture.life import Life
 from everstep.capture.shape import Shape, Views, make_shape, on_side, pin, unpin
-from everstep.config import Settings
 from everstep.errors import BadConfig
-from everstep.events import ArenaMade, Degraded, Sink, Skipped
+from everstep.events import ArenaMade, Degraded, Skipped
 from everstep.image import ImageLayout
-from everstep.topology import Topology
 
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
 _SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
@@ -53,25 +51,17 @@ class Capture:
         self,
         subjects: Subjects,
         copier: Copier,
+        life: Life,
         *,
-        topology: Topology,
-        settings: Settings,
-        run: str,
-        generation: str,
-        emit: Sink,
-        attach: Callable[[Arena], None],
         left: list[Arena],
         resumed_from: int | None,
         resumed_base: int | None,
         leased: set[int],
     ) -> None:
-        self._subjects, self._topology, self._settings = subjects, topology, settings
-        self._run, self._generation, self._emit = run, generation, emit
-        self._attach = attach
+        self._subjects, self._life = subjects, life
         self._left = left  # arenas of an earlier life of this rank, until the first base of this one is sealed
         self._arena: Arena | None = None
         self._seals = 0  # in the present arena
-        self._protected = 1 if topology.world == 1 else 2  # newest bases that are never overwritten
         self._shape: Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self.stepped = False
@@ -217,7 +207,7 @@ class Capture:
         if changed and not self._fence_in_cut:
             self._fence_in_cut = True
             self._unseal_newest(shape)
-            self._emit(
+            self._life.emit(
                 Degraded(
                     what="capture is no longer asynchronous",
                     reason="the loop writes parameters outside optimizer.step(), between two steps; from now on every "
@@ -239,17 +229,15 @@ class Capture:
     def _make_shape(self, extras_bytes: int) -> Shape:
         shape = make_shape(
             self._subjects,
-            topology=self._topology,
-            mode=self._settings.mode,
-            run=self._run,
+            self._life,
             order=self._order,
             extras_bytes=extras_bytes,
             arena_for=self._make_arena,
         )
-        pinned = pin([v.flat for v in shape.views], self._emit) if shape.lanes else False
-        self._emit(
+        pinned = pin([v.flat for v in shape.views], self._life.emit) if shape.lanes else False
+        self._life.emit(
             ArenaMade(
-                rank=self._topology.rank, slots=len(shape.arena.slots), slot_bytes=shape.arena.slot_bytes,
+                rank=self._life.topology.rank, slots=len(shape.arena.slots), slot_bytes=shape.arena.slot_bytes,
                 place=shape.arena.place, buckets=len(shape.buckets), pinned=pinned,
             )
         )  # fmt: skip
@@ -271,31 +259,28 @@ class Capture:
             self._left.remove(fitting[0])
             fitting[0].adopt(layout)
             return self._use(fitting[0])
-        slots = self._settings.tiers.memory.slots or self._slots()
-        if slots <= self._protected:
+        slots = self._life.settings.tiers.memory.slots or self._slots()
+        if slots <= self._life.newest:
             raise BadConfig(
                 f"Memory(slots={slots}) is too few for several ranks: each keeps its newest two; use 3 or 4"
             )
-        root = choose_place(self._settings.tiers.memory.path, slots * layout.total_bytes, slots)
-        if root is None and self._settings.keeper == "inline":
+        arena = self._life.make_arena(layout, slots=slots)
+        if arena.place == MEMFD and self._life.settings.keeper == "inline":
             reason = (
                 "shared memory is too small, and an inline keeper cannot hold the arena for it; use keeper='process'"
             )
-            self._emit(Degraded(what="captures die with this process", reason=reason))
-        arena = Arena.create(
-            root, run=self._run, rank=self._topology.rank, world=self._topology.world, layout=layout, slots=slots
-        )  # fmt: skip
+            self._life.emit(Degraded(what="captures die with this process", reason=reason))
         return self._use(arena)
 
     def _slots(self) -> int:
         """One is written, the newest stay, and everybody who reads one for long has one."""
-        tiers = self._settings.tiers
-        readers = 1 + len(tiers.deeper) + (tiers.protection is not None and self._topology.has_many_nodes)
-        return 1 + self._protected + readers
+        tiers = self._life.settings.tiers
+        readers = 1 + len(tiers.deeper) + (tiers.protection is not None and self._life.topology.has_many_nodes)
+        return 1 + self._life.newest + readers
 
     def _use(self, arena: Arena) -> Arena:
         self._arena = arena
-        self._attach(arena)
+        self._life.attach(arena)
         return arena
 
     # -- the copier thread
@@ -323,7 +308,7 @@ class Capture:
             lane.cut.synchronize()
         began = time.perf_counter()
         with self._lock:
-            slot = shape.arena.free_slot(self._protected, self._leased)
+            slot = shape.arena.free_slot(self._life.newest, self._leased)
             if slot is not None:
                 shape.arena.unseal(slot)
         if slot is None:
@@ -333,14 +318,10 @@ class Capture:
         payload = struct.pack("<Q", len(job.extras)) + job.extras
         views.extras[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         self._copy(shape, views)
-        if self._settings.mode == "direct":
-            shape.arena.flush(slot)
-        shape.arena.seal(slot, step=job.step, cut_time=job.cut_time, generation=self._generation)
-        if self._settings.mode == "direct":
-            shape.arena.flush(slot)
+        self._life.seal(shape.arena, slot, step=job.step, cut_time=job.cut_time)
         self.sealed_step, self.copy_s = job.step, time.perf_counter() - began
         self._seals += 1
-        if self._seals >= (1 if self._topology.world == 1 else _SEALS_AHEAD):
+        if self._seals >= (1 if self._life.topology.world == 1 else _SEALS_AHEAD):
             self.let_go()
 
     def let_go(self) -> None:
@@ -374,4 +355,4 @@ class Capture:
             lane.drain()
 
     def _skip(self, job: _Job, reason: str) -> None:
-        self._emit(Skipped(rank=self._topology.rank, step=job.step, reason=reason))
+        self._life.emit(Skipped(rank=self._life.topology.rank, step=job.step, reason=reason))

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
+from dataclasses import asdict
 from statistics import median
 
 import msgspec
 
-from everstep.capture.form import parameters_of
 from everstep.capture.gradients import Recorder
 from everstep.capture.layout import Subjects, is_replicated
+from everstep.capture.life import Life
 from everstep.capture.snapshot import Capture
-from everstep.capture.update import kinds_of_device, why_no_replica
-from everstep.config import Settings
+from everstep.capture.update import kinds_of_device, parameters_of, why_no_replica
 from everstep.events import Chose, Degraded, Sink, Tuned
-from everstep.topology import Topology, exchange
+from everstep.topology import exchange
 from everstep.tune.controller import Controller, Measured, merge
 from everstep.tune.models import has_moved
 from everstep.tune.strategy import Way
@@ -41,14 +41,11 @@ def followed(subjects: Subjects, emit: Sink) -> str:
 
 
 class Steering:
-    def __init__(
-        self, subjects: Subjects, capture: Capture, settings: Settings, topology: Topology, emit: Sink, *,
-        had_log: bool, is_followed: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, subjects: Subjects, capture: Capture, life: Life, *, had_log: bool, is_followed: bool) -> None:
         """`had_log`: the past was restored from a log; then "auto" goes on with it, and else begins with bases."""
         self._rarely = REBASE if is_followed else 1
-        self._subjects, self._capture, self._settings = subjects, capture, settings
-        self._topology, self._emit = topology, emit
+        self._subjects, self._capture, self._life = subjects, capture, life
+        settings, topology = life.settings, life.topology
         logs = settings.strategy in ("log", "replica") or (settings.strategy == "auto" and had_log)
         self._controller = Controller(
             now="log" if logs else "snapshot", may_choose=settings.strategy == "auto" and settings.mode != "disk",
@@ -99,9 +96,9 @@ class Steering:
         if len(self._steps) < WINDOW or not self._in_step:
             return False
         measured = self._read(recorder, base_write_s, record_write_s)
-        if self._settings.strategy == "snapshot":
+        if self._life.settings.strategy == "snapshot":
             return False
-        said = exchange(msgspec.json.encode(measured), self._topology)
+        said = exchange(msgspec.json.encode(measured), self._life.topology)
         self._controller.decide(merge([msgspec.json.decode(word, type=Measured) for word in said]))
         self._tell(step)
         turns = (self.strategy == "log") != (recorder is not None)
@@ -114,15 +111,10 @@ class Steering:
         interval, choice = self._controller.interval, self._controller.choice
         if interval is not None and self.strategy == "log" and has_moved(self._told_interval, interval.value):
             self._told_interval = interval.value
-            self._emit(
-                Tuned(
-                    what=interval.what, value=interval.value, formula=interval.formula, inputs=dict(interval.inputs),
-                    bound=interval.bound, assumed=interval.assumed,
-                )
-            )  # fmt: skip
-        if self._settings.strategy == "auto" and choice.strategy != self._told_strategy:
+            self._life.emit(Tuned(**asdict(interval)))
+        if self._life.settings.strategy == "auto" and choice.strategy != self._told_strategy:
             self._told_strategy = choice.strategy
-            self._emit(Chose(step=step, strategy=choice.strategy, reason=choice.reason, inputs=dict(choice.inputs)))
+            self._life.emit(Chose(step=step, **asdict(choice)))
 
     def _read(self, recorder: Recorder | None, base_write_s: float, record_write_s: float) -> Measured:
         """What was seen since the last reading."""
@@ -141,7 +133,7 @@ class Steering:
             record_stall_s=record_stall_s, record_write_s=record_write_s,
             record_bytes=recorder.record_bytes if recorder is not None else self._estimate(base_bytes),
             replay_s=median(self._updates) if self._updates and not on_device else -1.0,
-            free_bytes=shutil.disk_usage(self._settings.directory).free,
+            free_bytes=shutil.disk_usage(self._life.settings.directory).free,
             refusal=recorder.impure if recorder is not None else "",
         )  # fmt: skip
         for seen in (self._steps, self._bases, self._records, self._updates):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from everstep.capture.bits import cut_up, same_bits
 from everstep.capture.copier import Copier
 from everstep.capture.form import Form
 from everstep.capture.layout import Share, Subjects
@@ -93,7 +94,7 @@ class Tap:
     def _is_same(self, parameters: list[Tensor], gradients: list[Tensor | None]) -> bool:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             item, slots = self._targets[id(parameter)]
-            if gradient is not None and not _same_bits(slots[self._slot], item.source(gradient)):
+            if gradient is not None and not same_bits(slots[self._slot], item.source(gradient)):
                 return False
         return True
 
@@ -105,8 +106,7 @@ class Tap:
         if form is None or self._slot < 0:
             return flat
         open_ = self._targets.keys() - self._closed
-        pieces = flat.split([parameter.numel() for parameter in parameters])
-        found = [(p, piece) for p, piece in zip(parameters, pieces, strict=True) if id(p) in open_]
+        found = [(p, piece) for p, piece in zip(parameters, cut_up(flat, parameters), strict=True) if id(p) in open_]
         if not found:
             return flat
         form.record.await_drain(self._copier)
@@ -119,8 +119,3 @@ class Tap:
         form.record.drain_early(self._slot, targets, self._copier)
         self._taken.update(id(p) for p, _ in found)
         return flat
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
-    return torch.equal(one.reshape(-1).view(words), other.reshape(-1).view(words))

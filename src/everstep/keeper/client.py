@@ -260,22 +260,20 @@ def inherited(run: str) -> list[Arena]:
     channel = connect(run)
     if channel is None:
         return []
+    arenas = []
     try:
         channel.send(Inherit())
-        heard = channel.receive()
+        more = True
+        while more and (heard := channel.receive()) is not None:
+            message, descriptors = heard
+            more = isinstance(message, Inherited) and message.more
+            for count in message.counts if isinstance(message, Inherited) else ():
+                mine, descriptors = descriptors[:count], descriptors[count:]
+                arenas.append(Arena(mine[0], mine[1:], MEMFD))
     except KeeperLost:
-        return []
+        return arenas  # it has just died, and memory that has no name goes with the last who holds it
     finally:
         channel.close()
-    if heard is None:
-        return []
-    message, descriptors = heard
-    if not isinstance(message, Inherited):
-        return []
-    arenas = []
-    for count in message.counts:
-        mine, descriptors = descriptors[:count], descriptors[count:]
-        arenas.append(Arena(mine[0], mine[1:], MEMFD))
     return arenas
 
 

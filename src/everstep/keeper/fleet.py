@@ -6,6 +6,7 @@ its memory: slots that are held for a round, and the blobs that they entrusted t
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -138,10 +139,10 @@ class Fleet:
 
     def close(self) -> None:
         self._ending.set()
-        for thread in self._threads:
-            thread.join()
         for peer in self._peers.values():
             peer.close()
+        for thread in self._threads:
+            thread.join()
         if self._server is not None:
             self._server.close()
         self._host.close()
@@ -149,6 +150,11 @@ class Fleet:
     @property
     def has_joined(self) -> bool:
         return bool(self._members)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether no other node is left waiting for what only this one can tell it."""
+        return self._rounds is None or self._rounds.has_told_all
 
     def want(self, level: Level, step: int) -> None:
         """Somebody waits until a step has reached a level."""
@@ -162,6 +168,10 @@ class Fleet:
         """How far the levels beyond this node are, as trainers are told."""
         deeper = [self.order(tier_name(tier)).complete for tier in self._tiers.deeper]
         return {"protected": self.order("protect").reach, "shared": min(deeper, default=NONE)}
+
+    def forget_guests(self) -> None:
+        """The run is finished: nobody will ask for what was entrusted to this node."""
+        shutil.rmtree(self._guests.root, ignore_errors=True)
 
     # -- telling
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.capture.arena import MEMFD, Arena
-from everstep.config import Keep
 from everstep.errors import KeeperLost
 from everstep.events import Degraded, Retired, Sink
 from everstep.keeper import flush
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
 _INLINE_PATIENCE_S = 30.0
+_FAREWELL_S = 10.0  # until other nodes must have heard how the run ended
 
 
 class Keeper:
@@ -189,9 +189,9 @@ class Keeper:
                 self._join(message, session.hello)
             case Inherit():
                 known = [a for s in self._roster.all() for a in (*s.outgrown, *s.arenas())]
-                held = [a for a in known if a.place == MEMFD]
-                counts = tuple(len(arena.descriptors) for arena in held)
-                channel.send(Inherited(counts=counts), [d for arena in held for d in arena.descriptors])
+                for arena in (a for a in known if a.place == MEMFD):
+                    channel.send(Inherited(counts=(len(arena.descriptors),), more=True), arena.descriptors)
+                channel.send(Inherited(counts=()))
             case AskReplica():
                 channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is not None:
@@ -202,6 +202,8 @@ class Keeper:
                 channel.send(Trouble(reason=f"the keeper does not understand {type(message).__name__} now"))
 
     def _welcome(self, channel: Channel, hello: Hello) -> None:
+        if hello.generation != self._generation:
+            self._meet_others(hello)
         with self._roster.lock:
             earlier = self._roster.sessions.get(hello.rank)
             session = Session(hello, channel)
@@ -229,16 +231,18 @@ class Keeper:
         self._generation = hello.generation
         sessions = self._roster.sessions
         for gone in [sessions.pop(rank) for rank in list(sessions) if rank >= hello.world]:
-            self._roster.overtaken += [arena for arena in (gone.arena, gone.ring, gone.replica) if arena is not None]
+            self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
         with self._logbook.writing:
             self._logbook.overtake(hello)
         for step in flush.set_aside(self._tier, hello.resumed_from, hello.run, hello.generation):
             self._emit(Retired(step=step, reason=f"newer than step {hello.resumed_from}, from which the run went on"))
         self._logbook.base = self._newest_committed()
-        self._has_many_nodes = bool(hello.secret)
+
+    def _meet_others(self, hello: Hello) -> None:
+        """A new life has other nodes, and another secret. Its lanes ask who is here, so nobody is locked out."""
         if self._fleet is not None:
             self._fleet.close()
-        self._fleet = None
+        self._bases.appointed, self._fleet, self._has_many_nodes = None, None, bool(hello.secret)
         tiers = gather(parse(hello.tiers, "Hello"))
         if hello.secret or tiers.deeper:
             self._fleet = self._make_fleet(hello, tiers)
@@ -255,9 +259,9 @@ class Keeper:
     def _join(self, message: Join, hello: Hello) -> None:
         if self._fleet is None or self._fleet.has_joined:
             return
-        keep, is_first = Keep(last=hello.keep_last, every=hello.keep_every), message.members[0].node == node_name()
+        is_first = message.members[0].node == node_name()
         deeper = [
-            DeeperWork(name, tier, keep, hello.run, self._emit, retires=is_first)
+            DeeperWork(name, tier, hello, self._emit, retires=is_first)
             for name, tier in Places.written(self._directory).deeper_tiers().items()
         ]
         self._bases.appointed = partial(self._fleet.order, "disk") if self._has_many_nodes else None
@@ -300,6 +304,7 @@ class Keeper:
         if newest is not None:
             self._bases.read_back(sessions[0].hello.run, newest)
         is_held = any(s.outgrown or self._is_behind(s) for s in sessions)
+        is_held |= self._fleet is not None and not self._fleet.may_end and idle < linger + _FAREWELL_S
         return gives_up or not (is_held or (newest is not None and newest > self._logbook.base))
 
     def _is_behind(self, session: Session) -> bool:
@@ -314,3 +319,5 @@ class Keeper:
                 if arena is session.ring and self._is_behind(session):
                     continue
                 give_up(arena)
+        if self._fleet is not None and all(session.done for session in self._roster.all()):
+            self._fleet.forget_guests()

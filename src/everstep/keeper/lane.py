@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.capture.arena import Arena, Seal
+from everstep.errors import Damaged
 from everstep.events import Degraded, Sink
 from everstep.keeper.protocol import Hello
 from everstep.keeper.roster import Roster
@@ -36,10 +37,14 @@ class HeldBase:
         return self.sessions[0].hello
 
     def images(self) -> list[tuple[Arena, int, Seal]]:
+        """Of every rank. Damaged if its state has changed its shape, and its arena with it, since the slot was held."""
         found = []
         for session, slot in zip(self.sessions, self.slots, strict=True):
-            assert session.arena is not None
-            found.append((session.arena, slot, session.arena.seals()[slot]))
+            arena = session.arena
+            seal = arena.seals().get(slot) if arena is not None else None
+            if arena is None or seal is None or seal.step != self.step:
+                raise Damaged("it is no longer held", tier="memory", step=self.step, rank=session.hello.rank)
+            found.append((arena, slot, seal))
         return found
 
 

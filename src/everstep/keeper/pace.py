@@ -7,6 +7,7 @@ may lose them. Whoever waits for a record, and whoever is gone, is not kept wait
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 from everstep.capture.arena import Arena
 from everstep.events import Sink, Tuned
@@ -55,9 +56,4 @@ class Pace:
     def _tell(self, tuning: Tuning) -> None:
         if has_moved(self._told, tuning.value):
             self._told = tuning.value
-            self._emit(
-                Tuned(
-                    what=tuning.what, value=tuning.value, formula=tuning.formula, inputs=dict(tuning.inputs),
-                    bound=tuning.bound, assumed=tuning.assumed,
-                )
-            )  # fmt: skip
+            self._emit(Tuned(**asdict(tuning)))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -34,7 +34,7 @@ _CONNECTIONS = 4  # of one peer to another, each with one question in flight
 _WINDOW_BYTES = 64 << 20  # in flight between one peer and another
 _CONNECT_MS = 2000  # then the name is looked up and dialled again
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
-_LOOK_S = 0.1  # between two looks at a limiter whose rate may change
+_LOOK_S = 0.1  # between two looks at a limiter whose rate may change, or whether this is over
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -64,8 +64,11 @@ class _Line:
     """One connection with one session: one question at a time. It is closed when a question stays without answer, so
     that a late answer finds nobody."""
 
-    def __init__(self, context: wire.Context, address: str, secret: wire.Secret, encrypt: bool) -> None:
-        self._secret = secret
+    def __init__(
+        self, context: wire.Context, address: str, secret: wire.Secret, encrypt: bool, is_over: Callable[[], bool]
+    ) -> None:
+        """`is_over`: whether nobody cares for answers any more."""
+        self._secret, self._is_over = secret, is_over
         self._session: wire.Session | None = None
         self._sequence = 0
         self._socket = context.socket(zmq.DEALER)
@@ -134,8 +137,10 @@ class _Line:
             return head, [frame.buffer for frame in others]
 
     def _wait_until(self, what: int, deadline: float) -> None:
-        if not self._socket.poll(max(0, round((deadline - time.monotonic()) * 1000)), what):
-            raise _NoAnswer
+        while not self._is_over() and (left_s := deadline - time.monotonic()) > 0:
+            if self._socket.poll(max(1, round(min(left_s, _LOOK_S) * 1000)), what):
+                return
+        raise _NoAnswer
 
     def close(self) -> None:
         self._socket.close(0)
@@ -245,7 +250,7 @@ class Peer(Generic[AnswerT]):
             return line
 
     def _dial(self, context: wire.Context) -> _Line:
-        return _Line(context, self.address, self._secret, self._encrypt)
+        return _Line(context, self.address, self._secret, self._encrypt, lambda: self._closed)
 
     def _give_back(self, line: _Line, size: int, healthy: bool) -> None:
         with self._change:
@@ -267,7 +272,7 @@ class Peer(Generic[AnswerT]):
         return PeerLost(self.node, self.address, asked, f"no answer within {timeout_s:.1f} s")
 
     def close(self) -> None:
-        """Questions in flight end with their timeout at the latest."""
+        """Questions in flight end at once, without an answer."""
         with self._change:
             self._closed = True
             self._change.wait_for(lambda: not self._busy)

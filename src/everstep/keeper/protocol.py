@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.capture.arena import arena_root, open_root
+from everstep.capture.host import arena_root, open_root
 from everstep.errors import KeeperLost
 from everstep.types import Level
 
@@ -172,6 +172,7 @@ class Inherited(Message, frozen=True, kw_only=True):
     """How many of the descriptors that come along belong to each arena."""
 
     counts: tuple[int, ...]
+    more: bool = False  # another such message follows: the kernel takes along only so many descriptors
 
 
 AnyMessage = (

@@ -48,15 +48,15 @@ class RecordWriter:
     def _take(self) -> None:
         before, sessions = self._logbook.reach(), self._roster.all()
         is_urgent = self._roster.wanted > before or not self._roster.is_anybody_alive()
-        found = [session.values for session in sessions if session.values is not None]
         with self._logbook.writing:
-            self._logbook.hold_values(found, [session.ring for session in sessions if session.ring is not None])
+            rings = [session.ring for session in sessions if session.ring is not None]
+            self._logbook.hold_values(_values(sessions), rings)
         for session in sessions:
             with self._logbook.writing:
                 if session.ring is not None:
                     self._pace.take(session.ring, session.hello, is_urgent=is_urgent or session.ring_is_spent)
         with self._logbook.writing:
-            self._logbook.save_values(found, torch_version=sessions[0].hello.torch if sessions else "")
+            self._logbook.save_values(_values(sessions), torch_version=sessions[0].hello.torch if sessions else "")
         if self._logbook.reach() > before:
             self._announce()
 
@@ -73,3 +73,7 @@ class RecordWriter:
             newest = self._roster.newest_base()
             if session.ring is not None and newest is not None and newest >= session.ring.live().step:
                 self.take_in(session, None)
+
+
+def _values(sessions: list[Session]) -> list[Arena]:
+    return [session.values for session in sessions if session.values is not None]

@@ -12,7 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from everstep import image
-from everstep.capture.arena import MEMFD, Arena, Seal, free_memory
+from everstep.capture.arena import MEMFD, Arena, Seal
+from everstep.capture.host import free_memory
 from everstep.errors import NotEnoughMemory
 from everstep.image import ImageLayout
 from everstep.keeper.protocol import Hello

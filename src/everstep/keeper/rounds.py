@@ -71,6 +71,13 @@ class Rounds:
         self._newest: dict[str, int] = {}
         self._wanted: dict[str, dict[str, int]] = {}
         self._states = {lane: _State() for lane in cadences}
+        self._told: dict[str, dict[str, int]] = {}  # node -> lane -> the complete step that it knows of
+
+    @property
+    def has_told_all(self) -> bool:
+        """Whether every node knows what is complete."""
+        known = {name: state.complete for name, state in self._states.items()}
+        return all(self._told.get(node) == known for node in self._nodes)
 
     def hear(self, report: Report, now: float) -> Orders:
         """Take in what a node tells, and say what is to be done."""
@@ -82,6 +89,7 @@ class Rounds:
                     self._states[name].lanes[report.node] = lane
         for name, state in self._states.items():
             self._move(name, state, now)
+        self._told[report.node] = {name: state.complete for name, state in self._states.items()}
         return self._orders()
 
     def _move(self, name: str, state: _State, now: float) -> None:

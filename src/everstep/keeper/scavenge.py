@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Sink
 from everstep.keeper import flush
@@ -20,9 +21,11 @@ from everstep.keeper.protocol import OWNER_NOTE, connect, find_runtime_folder, l
 from everstep.store.claim import keep_away
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, run_name
+from everstep.store.places import Places
 from everstep.topology import process_alive
 
 _NEWBORN_S = 60.0
+_UNCLEAR, _PARTIAL = "unclear", "holding a part of"  # how states begin in which memory is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class Left:
     run: str
     directory: Path | None
     bytes: int
-    state: str  # in use, spent, orphaned, holding step n, or unclear: why
+    state: str  # in use, spent, orphaned, holding step n, a part of step n, or unclear: why
 
 
 def whole_steps(arenas: list[Arena]) -> list[tuple[int, list[tuple[Arena, int]]]]:
@@ -108,7 +111,8 @@ def _persist(tier: DiskTier, step: int, slots: list[tuple[Arena, int]]) -> None:
         if part is None:
             raise EverstepError(f"the arena of rank {arena.rank} is being written to; is the run alive?")
         generation = part.generation
-    flush.commit(tier, step, [arena.rank for arena, _ in slots], slots[0][0].world, generation)
+    if not flush.commit(tier, step, [arena.rank for arena, _ in slots], slots[0][0].world, generation):
+        raise EverstepError(f"step {step} was written, but {tier.root} does not give back what it was given")
 
 
 def _is_used(folder: Path, arenas: list[Arena]) -> bool:
@@ -165,17 +169,16 @@ def _look(folder: Path) -> Left:
     try:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         owner = _owner(folder)
-        whole = whole_steps(arenas)
         if _is_used(folder, arenas):
             state = "in use"
-        elif not whole and not _rings(arenas):
+        elif not _holds_any(arenas):
             state = "spent"
         elif owner is None:
             state = "orphaned"
         else:
-            state = _held(DiskTier(owner), arenas, folder.name)
+            state = _held(Places.written(owner).disk_tier(), arenas, folder.name)
     except (EverstepError, OSError) as error:
-        state = f"unclear: {error}"
+        state = f"{_UNCLEAR}: {error}"
     for arena in arenas:
         arena.close()
     return Left(run=folder.name, directory=owner, bytes=size, state=state)
@@ -185,9 +188,24 @@ def _held(tier: DiskTier, arenas: list[Arena], run: str) -> str:
     durable = next(flush.sound_steps(tier, run), -1)
     rings = _rings(arenas)
     book = _book_of(tier, rings, durable)
+    if any(step > durable for step in _partial_steps(arenas)):
+        return f"{_PARTIAL} step {max(_partial_steps(arenas))}, the rest of which is on other nodes"
     steps = [step for step, _ in whole_steps(arenas)[:1] if step > durable]
     steps += [max(seal.step for seal in ring.seals().values()) for ring in rings if book.is_behind(ring)]
     return f"holding step {max(steps)}" if steps else "spent"
+
+
+def _partial_steps(arenas: list[Arena]) -> list[int]:
+    """The steps of ranks whose world is larger than what is on this node."""
+    bases = [arena for arena in arenas if arena.kind in ("base", "replica")]
+    here = {(arena.world, arena.rank) for arena in bases}
+    partial = [arena for arena in bases if any((arena.world, rank) not in here for rank in range(arena.world))]
+    return [seal.step for arena in partial for seal in arena.seals().values()]
+
+
+def _holds_any(arenas: list[Arena]) -> bool:
+    """Whether there is anything that could be needed, if nobody else had it."""
+    return bool(whole_steps(arenas) or _rings(arenas) or _partial_steps(arenas))
 
 
 def give_back(left: Left, memory_path: str | None = None) -> str:
@@ -204,11 +222,10 @@ def _give_back(left: Left, memory_path: str | None) -> str:
     if _is_used(folder, arenas):
         return "kept: in use"
     done = "removed"
-    holds = bool(whole_steps(arenas) or _rings(arenas))
-    if left.state.startswith("unclear") and holds:
+    if left.state.startswith((_UNCLEAR, _PARTIAL)) and _holds_any(arenas):
         return f"kept: {left.state}"
-    if left.directory is not None and holds:
-        step = scavenge(DiskTier(left.directory), arenas, left.run)
+    if left.directory is not None and _holds_any(arenas):
+        step = scavenge(Places.written(left.directory).disk_tier(), arenas, left.run)
         done = f"step {step} is on disk; removed"
     for arena in arenas:
         arena.close()

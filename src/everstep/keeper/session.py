@@ -66,7 +66,9 @@ class Session:
     def take_in(self, ring: Arena | None, logbook: Logbook) -> None:
         """A ring follows another, or none: what is left in that one goes to the disk first."""
         if ring is not None and ring.kind == "values":
-            self.values = ring
+            before, self.values = self.values, ring
+            if before is not None:
+                before.close()
             return
         before, self.ring, self.ring_is_spent = self.ring, ring, False
         try:
@@ -106,7 +108,7 @@ def _lease(session: Session, step: int) -> int | None:
             slot = session.arena.slot_of(step)
         else:
             while not session.answers.empty():
-                session.answers.get_nowait()  # late answers of an earlier question
+                _refuse(session, session.answers.get_nowait())
             session.tell(Lease(step=step))
             slot = _await_answer(session, step)
         if slot is not None:
@@ -132,7 +134,14 @@ def _await_answer(session: Session, step: int) -> int | None:
             continue
         if answer.step == step:
             return answer.slot
+        _refuse(session, answer)
     return None
+
+
+def _refuse(session: Session, late: LeaseAnswer) -> None:
+    """An answer to an earlier question, for which nobody waits any more: the trainer is not to hold that slot."""
+    if late.slot is not None and late.slot not in session.leased:
+        session.tell(Release(slot=late.slot))
 
 
 def give_up(arena: Arena) -> None:

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from everstep import image
 from everstep.errors import Diverged, EverstepError
-from everstep.recover.plan import make_plan, reaches, up_to
+from everstep.recover.plan import make_plan, reaches, up_to, without
 from everstep.recover.reach import only, restorable
 from everstep.recover.survey import Sources
 from everstep.store.log import log_folder, log_name, rank_of, read_log, scan, segments
-from everstep.types import Holding, Plan, Source, Survey
+from everstep.topology import process_alive
+from everstep.types import Holding, Plan, Records, Source, Survey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,38 @@ def check_rings(sources: Sources) -> Iterator[Finding]:
                 step=newest, source="memory", rank=ring.rank, bytes=ring.slot_bytes * len(seals), problem="",
                 checked=False, note=f"{len(seals)} records in the ring",
             )  # fmt: skip
+
+
+def is_training(sources: Sources) -> bool:
+    arenas = (*sources.arenas, *sources.rings)
+    return any(process_alive(arena.pid) for arena in arenas if arena.kind != "replica")
+
+
+def sound_plan(sources: Sources, survey: Survey) -> Plan:
+    """The plan whose every byte is good, but for memory that is being trained in."""
+    nodes, changing = {h.node for h in survey.holdings}, {"memory"} if is_training(sources) else set()
+    while True:
+        plan = make_plan(survey, nodes)
+        looked_at = [(h, check_part(sources, h)) for h in plan.parts if h.source not in changing]
+        bad: list[tuple[Holding | Records, str]] = [(h, finding.problem) for h, finding in looked_at if finding.problem]
+        values = [(v, check_values(sources, v)) for v in plan.values if v.source not in changing]
+        bad += [(v, finding.problem) for v, finding in values if finding.problem]
+        bad += _bad_records(sources, [r for r in plan.records if r.source not in changing])
+        if not bad:
+            return plan
+        for what, problem in bad:
+            survey = without(survey, what, problem)
+
+
+def _bad_records(sources: Sources, found: list[Records]) -> list[tuple[Records, str]]:
+    """The first of some records that is no good."""
+    for one in found:
+        for step in range(one.first, one.last + 1):
+            try:
+                sources.record(one, step)
+            except (EverstepError, OSError) as error:
+                return [(msgspec.structs.replace(one, first=step, last=step), str(error))]
+    return []
 
 
 # -- by repeating

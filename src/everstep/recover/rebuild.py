@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from everstep.capture.bits import same_bits
 from everstep.capture.form import tree_of_base
 from everstep.capture.layout import DTYPES
 from everstep.errors import Diverged, EverstepError
@@ -79,10 +80,6 @@ def differs_from(rebuilt: Rebuilt, base: Checkpoint) -> str | None:
         if name not in base.pieces:
             return name
         mine, other = rebuilt.checkpoint.tensor(name), base.tensor(name)
-        if (mine.shape, mine.dtype) != (other.shape, other.dtype) or not torch.equal(_bits(mine), _bits(other)):
+        if (mine.shape, mine.dtype) != (other.shape, other.dtype) or not same_bits(mine, other):
             return name
     return None
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

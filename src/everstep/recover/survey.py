@@ -9,7 +9,8 @@ import msgspec
 import xxhash
 
 from everstep import image
-from everstep.capture.arena import Arena, arena_root, find_arenas
+from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.client import inherited

@@ -168,6 +168,19 @@ def read_commit(tier: Tier, step: int, run: str) -> Commit:
     return commit
 
 
+def partial_steps(tier: Tier, run: str) -> list[int]:
+    """The committed steps of which other nodes have the rest."""
+    found = []
+    for step in committed_steps(tier):
+        try:
+            commit = read_commit(tier, step, run)
+        except (Damaged, OSError):
+            continue  # nobody can restore from it
+        if len(commit.parts) < commit.world:
+            found.append(step)
+    return found
+
+
 def read_part(tier: Tier, commit: Commit, rank: int) -> Part:
     """The manifest of one rank's part, checked against its commit."""
     file = part_name(commit.step, rank)

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.capture.arena import arena_root
+from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import encode, read_record
 from everstep.store.memory import MemoryTier
-from everstep.store.objects import ObjectTier
 from everstep.store.tier import Tier
 from everstep.tiers import Tiers
 from everstep.types import Source, Survives, TiersRecord
@@ -75,6 +74,8 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
         if self.shared:
             found["shared"] = DiskTier(Path(self.shared), name="shared", survives=Survives.NODE)
         if self.objects:
+            from everstep.store.objects import ObjectTier  # needs a package that other tiers do not
+
             found["objects"] = ObjectTier(self.objects)
         return found
 

@@ -1,0 +1,74 @@
+"""Where on this machine arenas may lie, and how much room there is for them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from everstep.errors import BadConfig, NotEnoughMemory
+from everstep.topology import node_name
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def arena_root(path: str | None) -> Path:
+    """The private directory of this user's arenas, sockets and locks; without shared memory, of the latter only."""
+    base = Path(path) if path else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    if not base.is_dir():
+        raise BadConfig(f"Memory(path={str(base)!r}) is not a directory")
+    node = os.environ.get("EVERSTEP_NODE")  # several nodes on one machine have nothing in common
+    return base / (f"everstep-{os.getuid()}-{node_name()}" if node else f"everstep-{os.getuid()}")
+
+
+def open_root(path: str | None) -> Path:
+    """Make it if need be, and refuse one that somebody else could write to."""
+    root = arena_root(path)
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or root.is_symlink():
+        raise BadConfig(f"{root} is not private to this user (mode {status.st_mode & 0o777:o}); remove it or chmod 700")
+    return root
+
+
+def free_memory(root: Path | None) -> int:
+    """Bytes that an arena may still take: the least of mount, machine and control group."""
+    limits = []
+    if root is not None:
+        mount = os.statvfs(root if root.exists() else root.parent)
+        limits.append(mount.f_bavail * mount.f_frsize)
+    if root is None or _is_memory(root):
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":") for line in meminfo)
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+        limits.extend(_control_group())
+    return min(limits)
+
+
+def _is_memory(root: Path) -> bool:
+    return str(root).startswith(str(SHARED_MEMORY))
+
+
+def _control_group() -> list[int]:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return []
+    return [] if limit == "max" else [max(0, int(limit) - used)]
+
+
+def choose_place(path: str | None, needed_bytes: int, slots: int) -> Path | None:
+    """The directory for an arena of this size, or None for memfds; too little memory of any kind is refused here."""
+    advice = f"Free some, lower Memory(slots={slots}), or put the arena elsewhere with Memory(path=...)."
+    if path is not None:
+        root = open_root(path)
+        if free_memory(root) < needed_bytes:
+            raise NotEnoughMemory(str(root), needed_bytes, free_memory(root), advice)
+        return root
+    if free_memory(None) < needed_bytes:
+        raise NotEnoughMemory("memory", needed_bytes, free_memory(None), advice)
+    if not SHARED_MEMORY.is_dir():
+        return None
+    root = open_root(None)
+    return root if free_memory(root) >= needed_bytes else None

@@ -1,0 +1,45 @@
+"""One life of one rank: what everybody who captures its state must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from everstep.capture.arena import Arena, ArenaKind
+from everstep.capture.host import choose_place
+from everstep.config import Settings
+from everstep.events import Sink
+from everstep.image import ImageLayout
+from everstep.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """From guard() to the end of the process."""
+
+    run: str
+    generation: str  # the same on all ranks, and never again
+    topology: Topology
+    settings: Settings
+    emit: Sink
+    attach: Callable[[Arena], None]  # show the keeper an arena
+
+    @property
+    def newest(self) -> int:
+        """How many of the newest steps are never overwritten: a rank can be one ahead of another that dies."""
+        return 1 if self.topology.world == 1 else 2
+
+    def make_arena(self, layout: ImageLayout, *, kind: ArenaKind = "base", slots: int) -> Arena:
+        root = choose_place(self.settings.tiers.memory.path, slots * layout.total_bytes, slots)
+        return Arena.create(
+            root, kind=kind, run=self.run, rank=self.topology.rank, world=self.topology.world, layout=layout,
+            slots=slots,
+        )  # fmt: skip
+
+    def seal(self, arena: Arena, slot: int, *, step: int, cut_time: float) -> None:
+        """All of a slot is there. On persistent memory the bytes must be safe before the seal is, and then the seal."""
+        if self.settings.mode == "direct":
+            arena.flush(slot)
+        arena.seal(slot, step=step, cut_time=cut_time, generation=self.generation)
+        if self.settings.mode == "direct":
+            arena.flush(slot)

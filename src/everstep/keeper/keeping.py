@@ -1,0 +1,152 @@
+"""How the steps of a life are kept: each by a base, or by a record that leads on from one; and when.
+
+The trainer's end of it all: at every cut it has the step taken, lets the steering decide which way to go on, and turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from everstep.capture import extras as trees
+from everstep.capture.arena import Arena
+from everstep.capture.compression import Compression
+from everstep.capture.copier import Copier
+from everstep.capture.gradients import Recorder
+from everstep.capture.layout import Subjects
+from everstep.capture.life import Life
+from everstep.capture.snapshot import Capture
+from everstep.capture.steering import Steering
+from everstep.keeper.client import KeeperClient
+
+
+class Keeping:
+    def __init__(
+        self,
+        subjects: Subjects,
+        life: Life,
+        keeper: KeeperClient,
+        tree: Callable[[], dict[str, Any]],
+        *,
+        left: list[Arena],
+        rings: list[Arena],
+        resumed_from: int | None,
+        resumed_base: int | None,
+        is_followed: bool,
+    ) -> None:
+        """`tree`: all that is not a tensor, as of now. `left`, `rings`: what an earlier life has left in memory."""
+        self._subjects, self._life, self._keeper, self._tree = subjects, life, keeper, tree
+        self._copier = Copier()
+        self.capture = Capture(
+            subjects, self._copier, life, left=left, resumed_from=resumed_from, resumed_base=resumed_base,
+            leased=set(keeper.leased),
+        )  # fmt: skip
+        self._steering = Steering(
+            subjects, self.capture, life, had_log=resumed_base != resumed_from, is_followed=is_followed
+        )
+        compressor = subjects.compressor
+        self.compression = Compression(subjects, compressor) if compressor is not None else None
+        self.last_step: int | None = None  # that was taken in this life,
+        self._last_at = 0.0
+        self.recorder = self._begin_log(rings, resumed_from)
+
+    def _begin_log(self, rings: list[Arena], resumed_from: int | None) -> Recorder | None:
+        """The rings of an earlier life are gone on with, or held until bases have taken their place."""
+        if self._steering.strategy == "log":
+            recorder = self._make_recorder(rings, resumed_from)
+            if resumed_from is not None:  # the chain goes on with the very next step
+                shape = self.capture.prepare(len(trees.encode(self._tree(), "state")))
+                self.capture.leave_behind(recorder.prepare(shape))
+            return recorder
+        for ring in rings:
+            ring.unseal_after(resumed_from)
+        self.capture.leave_behind(rings)
+        return None
+
+    def _make_recorder(self, rings: list[Arena], since: int | None) -> Recorder:
+        return Recorder(
+            self._subjects, self._copier, self._life, left=rings, resumed_from=since, compression=self.compression
+        )
+
+    # -- at a cut
+
+    def at_cut(self, step: int, step_s: float, *, must: bool) -> None:
+        """A step is done. `must`: it is to be taken even if none is due."""
+        self._steering.at_cut(step_s, self.recorder)
+        if not self._turn(step) and (must or self._is_due(step)):
+            self.take(step)
+        if self.compression is not None:
+            self.compression.end_step()
+
+    def _is_due(self, step: int) -> bool:
+        if self.recorder is not None:
+            return True  # a chain has no gaps
+        settings = self._life.settings
+        if not settings.capture.due(step, time.monotonic(), self.last_step, self._last_at):
+            return False
+        return settings.mode != "disk" or self.last_step is None or self._keeper.durable_step >= self.last_step
+
+    def take(self, step: int, *, base: bool = False) -> None:
+        """Keep the present step: by a record if there is one and it leads anywhere, else by a base."""
+        self.last_step, self._last_at = step, time.monotonic()
+        tree = self._tree()
+        if self.recorder is None:
+            self.capture.cut(step, trees.encode(tree, "state"))
+            return
+        if (self.capture.sealed_step or -1) < self.recorder.whole_since:
+            self.capture.wait_sealed()  # records that follow a base are worth nothing before it is sealed
+        if self.recorder.cut_step != step:  # the last step is taken once more when a run ends
+            self.recorder.cut(step, tree)
+        is_base_due = step - self.capture.base_step >= self._steering.steps_per_base
+        if base or self.capture.base_step < self.recorder.whole_since or is_base_due:
+            self.capture.cut(step, trees.encode(tree, "state"))
+            self._prepare(self.recorder)
+
+    def _prepare(self, recorder: Recorder) -> None:
+        """A base was taken: the next steps can be recorded."""
+        assert self.capture.shape is not None
+        self.capture.leave_behind(recorder.prepare(self.capture.shape))
+
+    def _turn(self, step: int) -> bool:
+        """Turn to a log or away from it, if it is time to; on a base, so that nothing is less safe on the way."""
+        keeper = self._keeper
+        if not self._steering.decide(step, self.recorder, keeper.base_write_s, keeper.record_write_s):
+            return False
+        self.take(step, base=True)
+        if self.recorder is not None:
+            self.capture.leave_behind(self.recorder.close())
+            keeper.detach_rings()
+            self.recorder = None
+        else:
+            self.recorder = self._make_recorder([], step)
+            self._prepare(self.recorder)
+            keeper.persist(step, as_base=True)  # records lead nowhere on the disk before it is there
+        return True
+
+    # -- asking and ending
+
+    @property
+    def kept_step(self) -> int | None:
+        """The newest step that survives this process."""
+        recorded = self.recorder.recorded_step if self.recorder is not None else None
+        return max((s for s in (self.capture.sealed_step, recorded) if s is not None), default=None)
+
+    def status(self) -> dict[str, object]:
+        arena = self.capture.arena()
+        return {
+            "sealed_step": self.kept_step,
+            "arena": arena.place if arena is not None else None,
+            "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
+            **self._steering.status(),
+            "stall_s": self.capture.stall_s,
+        }
+
+    def close(self) -> list[Arena]:
+        """Touch the program's objects no more. Returns the rings, which somebody needs until a base is safe."""
+        rings = self.recorder.close() if self.recorder is not None else []
+        if self.compression is not None:
+            self.compression.close()
+        self.capture.close()
+        self._copier.close()
+        return rings
