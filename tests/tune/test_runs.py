@@ -120,10 +120,10 @@ def auto(
     def each(run: everstep.Run) -> None:
         now[0] = run.step
         deadline = time.monotonic() + PATIENCE_S
-        while run.step == steps - 1 and run._recorder is None and rings_held() - before:
+        while run.step == steps - 1 and run.status()["strategy"] == "snapshot" and rings_held() - before:
             assert time.monotonic() < deadline, "the ring stays"
             time.sleep(0.01)
-        if run._recorder is not None:
+        if run.status()["strategy"] == "log":
             looks.wait()
         seen.append((str(run.status()["strategy"]), len(rings_held() - before)))
         at_step(run)
