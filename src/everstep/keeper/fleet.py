@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from everstep.cadence import Every
-from everstep.errors import Damaged, EverstepError, PeerLost
+from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Joined, Sink
 from everstep.keeper.copies import Copies, Takers
 from everstep.keeper.exchange import (
@@ -27,6 +27,7 @@ from everstep.keeper.exchange import (
     Leave,
     ReadImage,
     RemoteTier,
+    TakeBase,
     Tell,
     TierAsk,
     TierHost,
@@ -37,7 +38,7 @@ from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
 from everstep.keeper.peer_server import Reply, Server
 from everstep.keeper.peers import Peer
-from everstep.keeper.protocol import Hello, Member
+from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt, Trouble
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.protect.groups import NodePlace, parity_groups, partners
@@ -47,6 +48,7 @@ from everstep.types import Level, Survives
 
 _TELL_S = 0.02
 _SHARE = 0.1  # of its time, that a lane without a cadence takes at most
+_STUCK_S = 5.0
 _GUESTS = "guests"
 
 
@@ -68,7 +70,7 @@ class Fleet:
         self._rounding = threading.Lock()
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
-        self.leave_at: Callable[[int], None] = lambda step: None  # what to do when all are to leave
+        self._stuck_since = time.monotonic()
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
@@ -197,6 +199,7 @@ class Fleet:
         while not self._ending.wait(_TELL_S):
             try:
                 self._hear(self._tell())
+                self._complain()
                 is_lost = False
             except (EverstepError, OSError) as error:
                 if not is_lost:
@@ -221,6 +224,21 @@ class Fleet:
         with self._rounding:
             return self._rounds.hear(report, time.monotonic())
 
+    def _complain(self) -> None:
+        """Whoever waits for what can only come with a later base is told so: it would wait for ever."""
+        newest = self._roster.newest_of_life()
+        stuck = [
+            name
+            for name, wanted in self.wanted.items()
+            if newest is not None and max(self.order(name).reach, newest) < min(wanted, self.order(name).step)
+        ]
+        if not stuck:
+            self._stuck_since = time.monotonic()
+        elif time.monotonic() - self._stuck_since > _STUCK_S:
+            self._stuck_since = time.monotonic()
+            step = self.order(stuck[0]).step
+            self._roster.tell(Trouble(reason=f"other nodes have a base of step {step}, and {self._node} has none yet"))
+
     def _hear(self, orders: Orders) -> None:
         if orders.generation != self._hello.generation:
             return  # the other keeper has not joined this life yet
@@ -241,7 +259,10 @@ class Fleet:
             case ReadImage():
                 return self._read_image(ask)
             case Leave(step=step):
-                self.leave_at(step)
+                self.pass_to_ranks(StopAt(step=step))
+                return Reply(Done())
+            case TakeBase(step=step):
+                self.pass_to_ranks(BaseAt(step=step))
                 return Reply(Done())
             case _:
                 raise EverstepError(f"{type(ask).__name__} is not answered here")
@@ -259,13 +280,20 @@ class Fleet:
                 return Reply(Done(number=ask.length), [arena.image(slot)[ask.offset : ask.offset + ask.length]])
         raise Damaged(f"rank {ask.rank} is not on {self._node}")
 
-    def pass_on(self, step: int) -> None:
-        """Have the ranks of all other nodes leave after this step, too."""
+    def pass_to_ranks(self, message: StopAt | BaseAt) -> None:
+        self._roster.tell(message)
+
+    def pass_on(self, message: StopAt | BaseAt) -> None:
+        """To the ranks of all other nodes, by threads of their own: one that is lost holds up nobody."""
+        ask = Leave(step=message.step) if isinstance(message, StopAt) else TakeBase(step=message.step)
         for peer in self._peers.values():
-            try:
-                peer.ask(Leave(step=step))
-            except (PeerLost, EverstepError) as error:
-                self._emit(Degraded(what=f"node {peer.node} does not know that all leave", reason=str(error)))
+            threading.Thread(target=self._pass_to, args=(peer, ask), name="everstep-pass-on", daemon=True).start()
+
+    def _pass_to(self, peer: Peer[AnyAnswer], ask: Leave | TakeBase) -> None:
+        try:
+            peer.ask(ask)
+        except EverstepError as error:
+            self._emit(Degraded(what=f"node {peer.node} does not hear of {ask}", reason=str(error)))
 
 
 def tier_name(tier: object) -> str:
