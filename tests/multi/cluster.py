@@ -196,6 +196,18 @@ class Cluster:
             while Path(f"/proc/{pid}").exists() and self.keeper(node) == pid:
                 time.sleep(0.01)
 
+    def wait_for_keepers(self, timeout_s: float = 60.0) -> None:
+        """Until all keepers have ended by themselves."""
+        deadline = time.monotonic() + timeout_s
+        while any(self.keeper(node) is not None for node in self.nodes):
+            assert time.monotonic() < deadline, "a keeper stays"
+            time.sleep(0.02)
+
+    def left_in_memory(self, node: str) -> list[str]:
+        """What a node still holds in shared memory."""
+        memory = self.memory(node)
+        return sorted(str(path.relative_to(memory)) for path in memory.rglob("*")) if memory.exists() else []
+
     def lose(self, *nodes: str) -> None:
         """The trainers are dead already: everything else goes too."""
         for node in nodes:

@@ -114,7 +114,7 @@ MATRIX = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1, 1), (1, 2, 1, 1, 1, 1)]
 
 @pytest.mark.soak
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("ranks", MATRIX, ids=str)
+@pytest.mark.parametrize("ranks", MATRIX, ids=lambda ranks: "-".join(map(str, ranks)))
 @pytest.mark.parametrize("spoils", [False, True], ids=["sound", "spoilt"])
 @pytest.mark.parametrize("count", range(7))
 def test_every_pattern_of_lost_nodes(
