@@ -1,4 +1,4 @@
-"""What comes home when caches, tiers or nodes are not what they were: the newest step that is whole, and exactly that."""
+"""What comes home when caches, tiers or nodes are not what they were: the newest whole step, and exactly that."""
 
 from __future__ import annotations
 

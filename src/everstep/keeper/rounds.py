@@ -83,7 +83,8 @@ class Rounds:
 
     def hear(self, report: Report, now: float) -> Orders:
         """Take in what a node tells, and say what is to be done."""
-        if report.generation == self._generation and report.node in self._nodes:
+        is_ours = report.generation == self._generation and report.node in self._nodes
+        if is_ours:
             if self._newest.get(report.node) != report.newest:
                 self._newest[report.node], self._changed_at = report.newest, now
             self._wanted[report.node] = report.wanted
@@ -92,7 +93,8 @@ class Rounds:
                     self._states[name].lanes[report.node] = lane
         for name, state in self._states.items():
             self._move(name, state, now)
-        self._told[report.node] = {name: state.complete for name, state in self._states.items()}
+        if is_ours:
+            self._told[report.node] = {name: state.complete for name, state in self._states.items()}
         return self._orders()
 
     def _move(self, name: str, state: _State, now: float) -> None:
