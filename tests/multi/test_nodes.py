@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
 import torch.distributed as dist
 from cluster import STEPS, Cluster, die_at, results
+from typer.testing import CliRunner
 
 import everstep
 from everstep import Parity, Partner, Shared
+from everstep.cli import app
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 from everstep.types import Plan
@@ -169,3 +171,19 @@ def test_scavenging_completes_what_a_lost_node_had(scheme: str, cluster: Any, un
     ended = results(nodes.live())
     assert [one["resumed_from"] for one in ended] == [5] * 3
     assert {one["state"] for one in ended} == {undisturbed(1, 1, 1)}
+
+
+def test_gc_keeps_what_is_held_for_other_nodes_until_it_is_told_otherwise(cluster: Any) -> None:
+    nodes = cluster(1, 1, tiers=[Partner()])
+    nodes.live(die_at(4, level="protected"))
+    for node in nodes.nodes:
+        nodes.kill_keeper(node)
+    here = nodes.nodes[0]
+
+    def gc(*words: str) -> str:
+        return str(nodes.on(here, lambda: CliRunner().invoke(app, ["gc", *words], env={"COLUMNS": "400"}).output))
+
+    assert "kept: holding parts of other nodes, of step 4; --guests gives it up" in gc()
+    assert nodes.memory(here).exists()
+    gc("--guests")
+    assert not list(nodes.memory(here).rglob("guests"))

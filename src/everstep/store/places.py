@@ -82,4 +82,9 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 def guest_tier(run: str, memory_path: str | None) -> MemoryTier:
     """What other nodes entrusted to this one, in memory."""
-    return MemoryTier(arena_root(memory_path) / run / _GUESTS)
+    return guests_in(arena_root(memory_path) / run)
+
+
+def guests_in(folder: Path) -> MemoryTier:
+    """The same, in a run's folder there."""
+    return MemoryTier(folder / _GUESTS)
