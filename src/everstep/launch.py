@@ -63,6 +63,19 @@ def missing(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in known.items() if not environment.get(name)}
 
 
+def end_time(environment: Mapping[str, str]) -> float | None:
+    """When the allocation ends, in seconds since the epoch, if anybody says."""
+    for name in ("EVERSTEP_END_TIME", "SLURM_JOB_END_TIME"):
+        if text := environment.get(name):
+            try:
+                return float(text)
+            except ValueError:
+                raise BadConfig(
+                    f"{name} must be in seconds since the epoch, as `date +%s` says, not {text!r}"
+                ) from None
+    return None
+
+
 def first_host(nodes: str) -> str:
     """The first of a list as Slurm writes it: `gpu[08-11,20],login1` begins with `gpu08`."""
     found = re.match(rf"({_NAME})?(?:\[([A-Za-z0-9]+)[^\]]*\]([A-Za-z0-9._-]*))?", nodes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 
 from everstep import topology
 from everstep.config import Settings
 from everstep.errors import BadConfig
+from everstep.launch import end_time
 from everstep.keeper.client import KeeperClient
 from everstep.keeper.protocol import Hello, Member
 from everstep.store.claim import Claim
@@ -40,7 +42,7 @@ def arrive(
             directory=str(settings.directory), generation=generation, resumed_from=resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=settings.mode == "disk",
             lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
-            torch=str(torch.__version__), replica=replica, tiers=str(settings.tiers), secret=secret,
+            torch=str(torch.__version__), replica=replica, began=time.time(), end_time=end_time(os.environ), tiers=str(settings.tiers), secret=secret,
             address=f"{topology.own_address()}:0" if secret else "",
         )
     )  # fmt: skip

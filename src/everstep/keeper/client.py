@@ -29,6 +29,7 @@ from everstep.keeper.protocol import (
     Channel,
     Detach,
     Durable,
+    Halt,
     Hello,
     Inherit,
     Inherited,
@@ -58,7 +59,8 @@ class Answers:
 
     lease: Callable[[int], int | None]
     release: Callable[[int | None], None]
-    stop_at: Callable[[int], None]
+    stop_at: Callable[[int, str], None]
+    halt: Callable[[str], None]
 
 
 class KeeperClient:
@@ -159,8 +161,8 @@ class KeeperClient:
     def persist(self, step: int, *, as_base: bool, level: Level = Level.DURABLE) -> None:
         self._send(Persist(step=step, as_base=as_base, level=level))
 
-    def stop_at(self, step: int) -> None:
-        self._send(StopAt(step=step))
+    def stop_at(self, step: int, halt: str) -> None:
+        self._send(StopAt(step=step, halt=halt))
 
     def wait_durable(self, step: int, timeout_s: float | None, *, as_base: bool = False) -> bool:
         return self.wait_for(Level.DURABLE, step, timeout_s, as_base=as_base)
@@ -225,8 +227,10 @@ class KeeperClient:
                         return
             case Release(slot=slot) if answers:
                 answers.release(slot)
-            case StopAt(step=step) if answers:
-                answers.stop_at(step)
+            case StopAt(step=step, halt=halt) if answers:
+                answers.stop_at(step, halt)
+            case Halt(why=why) if answers:
+                answers.halt(why)
             case Durable():
                 self.base_write_s, self.record_write_s = message.base_write_s, message.record_write_s
                 with self._state:

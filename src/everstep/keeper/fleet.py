@@ -66,7 +66,7 @@ class Fleet:
         self._rounding = threading.Lock()
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
-        self.leave_at: Callable[[int], None] = lambda step: None  # what to do when all are to leave
+        self.leave_at: Callable[[int, str], None] = lambda step, halt: None  # what to do when all are to leave
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
@@ -226,8 +226,8 @@ class Fleet:
                 return Reply(HeldParts(parts=member_of(self._node, self._held(step)).parts))
             case ReadImage():
                 return self._read_image(ask)
-            case Leave(step=step):
-                self.leave_at(step)
+            case Leave():
+                self.leave_at(ask.step, ask.halt)
                 return Reply(Done())
             case _:
                 raise EverstepError(f"{type(ask).__name__} is not answered here")
@@ -245,11 +245,11 @@ class Fleet:
                 return Reply(Done(number=ask.length), [arena.image(slot)[ask.offset : ask.offset + ask.length]])
         raise Damaged(f"rank {ask.rank} is not on {self._node}")
 
-    def pass_on(self, step: int) -> None:
+    def pass_on(self, step: int, halt: str) -> None:
         """Have the ranks of all other nodes leave after this step, too."""
         for peer in self._peers.values():
             try:
-                peer.ask(Leave(step=step))
+                peer.ask(Leave(step=step, halt=halt))
             except (PeerLost, EverstepError) as error:
                 self._emit(Degraded(what=f"node {peer.node} does not know that all leave", reason=str(error)))
 

@@ -26,6 +26,7 @@ from everstep.events import Degraded, Retired, Sink
 from everstep.keeper import flush
 from everstep.keeper.base_writer import BaseWriter
 from everstep.keeper.deeper import DeeperWork, forget_guests
+from everstep.keeper.halting import Halting
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
@@ -77,6 +78,7 @@ class Keeper:
         self._replicas = Replicas(directory, emit, self._roster, self._selector)
         self._records = RecordWriter(self._logbook, self._roster, emit, self._announce)
         self._bases = BaseWriter(self._tier, self._roster, self._logbook, self._replicas, emit, self._announce)
+        self._halting = Halting(directory, self._roster, emit, lambda: self._logbook.base)
         self._directory = directory
         self._fleet: Fleet | None = None
         self._ending = threading.Event()
@@ -117,6 +119,7 @@ class Keeper:
             for key, _ in self._selector.select(TICK_S):
                 key.data(key.fileobj)
             self._records.let_go_spent_rings()
+            self._halting.look(leaving_s=self._bases.took_s, alone=self._inline)
         self._ending.set()
         self._records.asked.set()
         for thread in self._threads:
@@ -185,7 +188,7 @@ class Keeper:
             case StopAt():
                 self._roster.tell(message)
                 if self._fleet is not None:
-                    self._fleet.pass_on(message.step)
+                    self._fleet.pass_on(message.step, message.halt)
             case Join() if session is not None:
                 self._join(message, session.hello)
             case Inherit():
@@ -196,6 +199,7 @@ class Keeper:
             case AskReplica():
                 channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is not None:
+                self._halting.obeyed(session.arena.live().step if session.arena is not None else 0)
                 session.done = message.final
                 session.alive = False
                 self._roster.idle_since = time.monotonic()
@@ -230,6 +234,7 @@ class Keeper:
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
+        self._halting.begin_life()
         sessions = self._roster.sessions
         for gone in [sessions.pop(rank) for rank in list(sessions) if rank >= hello.world]:
             self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
@@ -254,7 +259,7 @@ class Keeper:
         guests = guest_tier(hello.run, tiers.memory.path)
         forget_guests(guests, hello)
         fleet = Fleet(hello, node_name(), tiers, self._roster, guests, self._emit, self._announce)
-        fleet.leave_at = lambda step: self._roster.tell(StopAt(step=step))
+        fleet.leave_at = lambda step, halt: self._roster.tell(StopAt(step=step, halt=halt))
         return fleet
 
     def _join(self, message: Join, hello: Hello) -> None:
