@@ -142,7 +142,7 @@ class Run:
                 release=self._capture.release,
                 stop_at=self._signals.stop_at,
                 halt=self._signals.hear_halt,
-            )  # fmt: skip
+            )
         )
         atexit.register(self._at_exit)
         self._emit(

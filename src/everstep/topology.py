@@ -66,13 +66,13 @@ def node_name() -> str:
     """What this node is called: EVERSTEP_NODE where several live on one machine, else what the launcher calls it."""
     said = launched(os.environ)
     name = os.environ.get("EVERSTEP_NODE") or (said and said.node) or socket.gethostname()
-    return _named("EVERSTEP_NODE", name)
+    return check_name("EVERSTEP_NODE", name)
 
 
 def domain_name() -> str:
     """What fails together with this node: EVERSTEP_DOMAIN, or the switch that Slurm names; else it alone."""
     said = launched(os.environ)
-    return _named("EVERSTEP_DOMAIN", os.environ.get("EVERSTEP_DOMAIN") or (said and said.domain) or node_name())
+    return check_name("EVERSTEP_DOMAIN", os.environ.get("EVERSTEP_DOMAIN") or (said and said.domain) or node_name())
 
 
 def own_address() -> str:
@@ -87,7 +87,8 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _named(variable: str, name: str) -> str:
+def check_name(variable: str, name: str) -> str:
+    """The name of a node or a domain, as it may stand in the names of files."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", name):
         raise BadConfig(f"{variable} must be a name of letters, digits, '.', '_' and '-', not {name!r}")
     return name

@@ -10,9 +10,9 @@ import torch
 from everstep import topology
 from everstep.config import Settings
 from everstep.errors import BadConfig
-from everstep.launch import end_time
 from everstep.keeper.client import KeeperClient
 from everstep.keeper.protocol import Hello, Member
+from everstep.launch import end_time
 from everstep.store.claim import Claim
 from everstep.topology import Topology
 
@@ -42,7 +42,8 @@ def arrive(
             directory=str(settings.directory), generation=generation, resumed_from=resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=settings.mode == "disk",
             lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
-            torch=str(torch.__version__), replica=replica, began=time.time(), end_time=end_time(os.environ), tiers=str(settings.tiers), secret=secret,
+            torch=str(torch.__version__), replica=replica, tiers=str(settings.tiers), secret=secret,
+            began=time.time(), end_time=end_time(os.environ),
             address=f"{topology.own_address()}:0" if secret else "",
         )
     )  # fmt: skip

@@ -77,7 +77,7 @@ class KeeperClient:
         self.address = ""  # of the keeper, for other nodes
         self.durable_step = self.durable_base = self.protected_step = self.shared_step = -1
         self.base_write_s = self.record_write_s = -1.0  # what the last ones took
-        self.trouble = ""
+        self.trouble = self._halt = ""
         self.leased: tuple[int, ...] = ()
         self.replica: Replicated | None = None
 
@@ -91,6 +91,8 @@ class KeeperClient:
 
     def listen_with(self, answers: Answers) -> None:
         self._answers = answers
+        if self._halt:
+            answers.halt(self._halt)
 
     def close(self, *, final: bool) -> None:
         self._closing = True
@@ -229,8 +231,10 @@ class KeeperClient:
                 answers.release(slot)
             case StopAt(step=step, halt=halt) if answers:
                 answers.stop_at(step, halt)
-            case Halt(why=why) if answers:
-                answers.halt(why)
+            case Halt(why=why):
+                self._halt = why  # it may be due before the run is ready to listen
+                if self._answers is not None:
+                    self._answers.halt(why)
             case Durable():
                 self.base_write_s, self.record_write_s = message.base_write_s, message.record_write_s
                 with self._state:

@@ -1,4 +1,4 @@
-"""The keeper's eye on `halt.json`: when a halt is due it tells a trainer of its node, and when all left, it says so there.
+"""The keeper's eye on `halt.json`: when a halt is due it tells a trainer of its node, and notes when it was obeyed.
 
 That trainer appoints the last step, as if it had received a signal, and through the keepers all ranks hear of it.
 """
@@ -6,13 +6,12 @@ That trainer appoints the last step, as if it had received a signal, and through
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from everstep.errors import EverstepError
-from everstep.events import Degraded, Persisted, Sink, read_events
+from everstep.events import Degraded, Event, Persisted, Sink, read_events
 from everstep.halt import due
 from everstep.keeper.protocol import Halt, Hello
 from everstep.keeper.roster import Roster
@@ -23,18 +22,23 @@ _LOOK_S = 0.5  # the directory may be one that a thousand nodes look at
 
 
 class Halting:
-    def __init__(self, directory: Path, roster: Roster, emit: Sink, newest_base: Callable[[], int]) -> None:
-        """`newest_base`: the newest checkpoint on the disk."""
-        self._directory, self._roster, self._emit, self._newest_base = directory, roster, emit, newest_base
-        self._looked_at, self._version = -_LOOK_S, (0,)
+    def __init__(self, directory: Path, roster: Roster, emit: Sink) -> None:
+        self._directory, self._roster, self._emit = directory, roster, emit
+        self._looked_at = 0.0
+        self._version: tuple[int, ...] | None = None
         self._halt: HaltRecord | None = None
         self._durable: set[int] = set()  # steps that became so since the halt was asked for
-        self._known_base = -1
         self._why = ""  # of the halt that trainers were told of
         self._complained = False
 
     def begin_life(self) -> None:
-        self._why, self._version = "", (0,)
+        self._why, self._halt, self._version = "", None, None
+
+    def overhear(self, event: Event) -> None:
+        """Passes events on, and counts checkpoints."""
+        self._emit(event)
+        if isinstance(event, Persisted):
+            self._durable.add(event.step)
 
     def look(self, *, leaving_s: float, alone: bool) -> None:
         """Now and then: tell the first trainer of this node that a halt is due. `alone`: it cannot tell the others."""
@@ -43,7 +47,7 @@ class Halting:
             return
         self._looked_at = now
         if (version := halts.version(self._directory)) != self._version:
-            self._version = version or ()
+            self._version = version
             self._read()
         if self._halt is None or self._why:
             return
@@ -61,16 +65,11 @@ class Halting:
         except (EverstepError, OSError) as error:
             self._complain("a halt was asked for", str(error))
             return
-        self._known_base = self._newest_base()
         asked = self._halt.set_time if self._halt is not None and self._halt.after is not None else None
         past = read_events(self._directory) if asked is not None else []
         self._durable = {one.step for one in past if isinstance(one, Persisted) and one.time > (asked or 0.0)}
 
     def _due(self, halt: HaltRecord, hello: Hello, leaving_s: float) -> str | None:
-        base = self._newest_base()
-        if base != self._known_base:
-            self._durable.add(base)
-            self._known_base = base
         if halt.seconds is not None and hello.end_time is None:
             self._complain("halt --seconds", "nobody says when the allocation ends; set EVERSTEP_END_TIME")
         return due(

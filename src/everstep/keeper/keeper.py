@@ -76,8 +76,10 @@ class Keeper:
         self._logbook.base = self._newest_committed()
         self._replicas = Replicas(directory, emit, self._roster, self._selector)
         self._records = RecordWriter(self._logbook, self._roster, emit, self._announce)
-        self._bases = BaseWriter(self._tier, self._roster, self._logbook, self._replicas, emit, self._announce)
-        self._halting = Halting(directory, self._roster, emit, lambda: self._logbook.base)
+        self._halting = Halting(directory, self._roster, emit)
+        self._bases = BaseWriter(
+            self._tier, self._roster, self._logbook, self._replicas, self._halting.overhear, self._announce
+        )
         self._directory = directory
         self._fleet: Fleet | None = None
         self._ending = threading.Event()
@@ -118,7 +120,7 @@ class Keeper:
             for key, _ in self._selector.select(TICK_S):
                 key.data(key.fileobj)
             self._records.let_go_spent_rings()
-            self._halting.look(leaving_s=self._bases.took_s, alone=self._inline)
+            self._halting.look(leaving_s=max(0.0, self._bases.took_s), alone=self._inline)
         self._ending.set()
         self._records.asked.set()
         for thread in self._threads:
