@@ -146,7 +146,7 @@ def test_after_so_many_checkpoints_also_if_the_job_is_started_anew_in_between() 
 
         def die(run: everstep.Run) -> None:
             if run.step == 3:
-                halts.write(directory, asked(after=5, set_time=time.time()))
+                halts.write(directory, asked(after=6, set_time=time.time()))
             time.sleep(0.01)
             if run.step == 70:
                 run.wait()
@@ -155,8 +155,8 @@ def test_after_so_many_checkpoints_also_if_the_job_is_started_anew_in_between() 
         assert live(lambda: train_tiny(directory, die, **how)).code == 1
         assert live(lambda: train_tiny(directory, slowly(-1, lambda run: None), **how)).code == 0
         record = halts.read(directory)
-        assert record is not None and record.why == "after 5 checkpoints"
-        assert record.obeyed_step is not None and 71 < record.obeyed_step < 200
+        assert record is not None and record.why == "after 6 checkpoints"
+        assert record.obeyed_step is not None and 70 < record.obeyed_step < 200
 
 
 @pytest.mark.parametrize("variable", ["EVERSTEP_END_TIME", "SLURM_JOB_END_TIME"])
