@@ -8,6 +8,7 @@ types errors events cadence tiers config image launch topology signals halt
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout host arena life copier shape snapshot extras position
+capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression

@@ -141,6 +141,7 @@ class Run:
                 lease=self._capture.lease,
                 release=self._capture.release,
                 stop_at=self._signals.stop_at,
+                base_at=self._keeping.take_base_at,
                 halt=self._signals.hear_halt,
             )
         )
@@ -214,6 +215,7 @@ class Run:
             return
         self._capture.stepped = False
         self.step += 1
+        self._state.reductions.settle()
         before, self._cut_at = self._cut_at, time.monotonic()
         self._step_s = self._cut_at - before
         is_last = self._signals.is_last(self.step)

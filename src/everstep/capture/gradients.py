@@ -312,6 +312,11 @@ class Recorder:
             form.heavy[1].rebind(fresh)
         return True
 
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether the step after next may find the ring full."""
+        return self._form is not None and self._form.record.arena.free_records() <= 1
+
     def _miss(self, step: int, reason: str) -> bool:
         self.whole_since = step
         if reason != self._told:

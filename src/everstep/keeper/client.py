@@ -25,6 +25,7 @@ from everstep.keeper.process import start
 from everstep.keeper.protocol import (
     AskReplica,
     Attach,
+    BaseAt,
     Bye,
     Channel,
     Detach,
@@ -37,6 +38,7 @@ from everstep.keeper.protocol import (
     Lease,
     LeaseAnswer,
     Member,
+    Message,
     Persist,
     Release,
     Replicated,
@@ -60,6 +62,7 @@ class Answers:
     lease: Callable[[int], int | None]
     release: Callable[[int | None], None]
     stop_at: Callable[[int, str], None]
+    base_at: Callable[[int], None]
     halt: Callable[[str], None]
 
 
@@ -166,6 +169,9 @@ class KeeperClient:
     def stop_at(self, step: int, halt: str) -> None:
         self._send(StopAt(step=step, halt=halt))
 
+    def base_at(self, step: int) -> None:
+        self._send(BaseAt(step=step))
+
     def wait_durable(self, step: int, timeout_s: float | None, *, as_base: bool = False) -> bool:
         return self.wait_for(Level.DURABLE, step, timeout_s, as_base=as_base)
 
@@ -197,9 +203,7 @@ class KeeperClient:
         known = self.replica
         return {**msgspec.structs.asdict(known), "behind": step - known.step} if known is not None else None
 
-    def _send(
-        self, message: Attach | Detach | Join | Persist | StopAt | Bye, descriptors: list[int] | None = None
-    ) -> None:
+    def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
         try:
             if self._channel is not None:
                 self._channel.send(message, descriptors)
@@ -235,6 +239,8 @@ class KeeperClient:
                 self._halt = why  # it may be due before the run is ready to listen
                 if self._answers is not None:
                     self._answers.halt(why)
+            case BaseAt(step=step) if answers:
+                answers.base_at(step)
             case Durable():
                 self.base_write_s, self.record_write_s = message.base_write_s, message.record_write_s
                 with self._state:

@@ -38,6 +38,12 @@ class Leave(Ask, frozen=True, kw_only=True):
     halt: str = ""
 
 
+class TakeBase(Ask, frozen=True, kw_only=True):
+    """All ranks take a base at this step."""
+
+    step: int
+
+
 class ReadImage(Ask, frozen=True, kw_only=True):
     """Bytes of a base that is held in memory for a round."""
 
@@ -95,7 +101,7 @@ class Surveyed(Answer, frozen=True, kw_only=True):
     survey: Survey
 
 
-AnyAsk = Tell | Leave | ReadImage | AskHeld | AskSurvey | TierAsk
+AnyAsk = Tell | Leave | TakeBase | ReadImage | AskHeld | AskSurvey | TierAsk
 AnyAnswer = Done | No | Told | HeldParts | Surveyed
 ASKS: msgspec.msgpack.Decoder[AnyAsk] = msgspec.msgpack.Decoder(AnyAsk)
 ANSWERS: msgspec.msgpack.Decoder[AnyAnswer] = msgspec.msgpack.Decoder(AnyAnswer)

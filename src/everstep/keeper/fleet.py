@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from everstep.cadence import Every
-from everstep.errors import Damaged, EverstepError, PeerLost
+from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Joined, Sink
 from everstep.keeper.copies import Copies, Takers
 from everstep.keeper.exchange import (
@@ -27,6 +27,7 @@ from everstep.keeper.exchange import (
     Leave,
     ReadImage,
     RemoteTier,
+    TakeBase,
     Tell,
     TierAsk,
     TierHost,
@@ -37,7 +38,7 @@ from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
 from everstep.keeper.peer_server import Reply, Server
 from everstep.keeper.peers import Peer
-from everstep.keeper.protocol import Hello, Member
+from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.protect.groups import NodePlace, parity_groups, partners
@@ -68,7 +69,6 @@ class Fleet:
         self._rounding = threading.Lock()
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
-        self.leave_at: Callable[[int, str], None] = lambda step, halt: None  # what to do when all are to leave
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
@@ -240,8 +240,11 @@ class Fleet:
                 return Reply(HeldParts(parts=member_of(self._node, self._held(step)).parts))
             case ReadImage():
                 return self._read_image(ask)
-            case Leave():
-                self.leave_at(ask.step, ask.halt)
+            case Leave(step=step, halt=halt):
+                self.pass_to_ranks(StopAt(step=step, halt=halt))
+                return Reply(Done())
+            case TakeBase(step=step):
+                self.pass_to_ranks(BaseAt(step=step))
                 return Reply(Done())
             case _:
                 raise EverstepError(f"{type(ask).__name__} is not answered here")
@@ -259,13 +262,22 @@ class Fleet:
                 return Reply(Done(number=ask.length), [arena.image(slot)[ask.offset : ask.offset + ask.length]])
         raise Damaged(f"rank {ask.rank} is not on {self._node}")
 
-    def pass_on(self, step: int, halt: str) -> None:
-        """Have the ranks of all other nodes leave after this step, too."""
+    def pass_to_ranks(self, message: StopAt | BaseAt) -> None:
+        self._roster.tell(message)
+
+    def pass_on(self, message: StopAt | BaseAt) -> None:
+        """To the ranks of all other nodes, by threads of their own: one that is lost holds up nobody."""
+        ask: Leave | TakeBase = TakeBase(step=message.step)
+        if isinstance(message, StopAt):
+            ask = Leave(step=message.step, halt=message.halt)
         for peer in self._peers.values():
-            try:
-                peer.ask(Leave(step=step, halt=halt))
-            except (PeerLost, EverstepError) as error:
-                self._emit(Degraded(what=f"node {peer.node} does not know that all leave", reason=str(error)))
+            threading.Thread(target=self._pass_to, args=(peer, ask), name="everstep-pass-on", daemon=True).start()
+
+    def _pass_to(self, peer: Peer[AnyAnswer], ask: Leave | TakeBase) -> None:
+        try:
+            peer.ask(ask)
+        except EverstepError as error:
+            self._emit(Degraded(what=f"node {peer.node} does not hear of {ask}", reason=str(error)))
 
 
 def tier_name(tier: object) -> str:

@@ -105,6 +105,12 @@ class StopAt(Message, frozen=True, kw_only=True):
     halt: str = ""
 
 
+class BaseAt(Message, frozen=True, kw_only=True):
+    """One rank runs out of room for records: all take a base at this step (also passed on by the keeper)."""
+
+    step: int
+
+
 class Inherit(Message, frozen=True, kw_only=True):
     """What did earlier lives leave in memfds?"""
 
@@ -185,7 +191,7 @@ class Inherited(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    Hello | Join | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
+    Hello | Join | BaseAt | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
     | Durable | Trouble | Inherited | AskReplica | Replicated | Hold | Held | Halt
 )  # fmt: skip
 
