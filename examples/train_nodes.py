@@ -20,6 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", required=True, help="of this node, and of no other")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--stand-still-at", type=int, help="once this step is safe, so that a node can be lost there")
     arguments = parser.parse_args()
 
@@ -28,7 +29,9 @@ def main() -> None:
     everstep.init_process_group("gloo")
     data = TensorDataset(torch.randn(512, 16), torch.randint(0, 4, (512,)))
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, seed=1))
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)))
+    width = arguments.width
+    layers = nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
+    model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     # No tiers here: `everstep run --tiers ...` names them.

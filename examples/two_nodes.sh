@@ -38,7 +38,10 @@ end() { # a torchrun and its ranks, at once
 
 echo "a job on nodes one and two, which stands still at step 20"
 start first "$root/run" --stand-still-at 20
-until grep -qs 'is protected' "$root/first-one.log" && grep -qs 'is protected' "$root/first-two.log"; do sleep 0.2; done
+until grep -qs 'is protected' "$root/first-one.log" && grep -qs 'is protected' "$root/first-two.log"; do
+    sleep 0.2
+    kill -0 "${agents[@]}" || { cat "$root"/first-*.log && exit 1; }
+done
 
 echo "node two is lost: its ranks, its keeper, its memory, its disk"
 read -r keeper run < <(keeper_and_run two)
