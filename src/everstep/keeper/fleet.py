@@ -38,7 +38,7 @@ from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
 from everstep.keeper.peer_server import Reply, Server
 from everstep.keeper.peers import Peer
-from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt
+from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt, Trouble
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.protect.groups import NodePlace, parity_groups, partners
@@ -48,6 +48,7 @@ from everstep.types import Level, Survives
 
 _TELL_S = 0.02
 _SHARE = 0.1  # of its time, that a lane without a cadence takes at most
+_STUCK_S = 5.0
 _GUESTS = "guests"
 
 
@@ -69,6 +70,7 @@ class Fleet:
         self._rounding = threading.Lock()
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
+        self._stuck_since = time.monotonic()
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
@@ -197,6 +199,7 @@ class Fleet:
         while not self._ending.wait(_TELL_S):
             try:
                 self._hear(self._tell())
+                self._complain()
                 is_lost = False
             except (EverstepError, OSError) as error:
                 if not is_lost:
@@ -220,6 +223,21 @@ class Fleet:
             raise EverstepError(f"{self._node} does not appoint steps")
         with self._rounding:
             return self._rounds.hear(report, time.monotonic())
+
+    def _complain(self) -> None:
+        """Whoever waits for what can only come with a later base is told so: it would wait for ever."""
+        newest = self._roster.newest_of_life()
+        stuck = [
+            name
+            for name, wanted in self.wanted.items()
+            if newest is not None and max(self.order(name).reach, newest) < min(wanted, self.order(name).step)
+        ]
+        if not stuck:
+            self._stuck_since = time.monotonic()
+        elif time.monotonic() - self._stuck_since > _STUCK_S:
+            self._stuck_since = time.monotonic()
+            step = self.order(stuck[0]).step
+            self._roster.tell(Trouble(reason=f"other nodes have a base of step {step}, and {self._node} has none yet"))
 
     def _hear(self, orders: Orders) -> None:
         if orders.generation != self._hello.generation:

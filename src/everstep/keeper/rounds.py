@@ -127,10 +127,10 @@ class Rounds:
         return now - state.completed_at >= took / self._share
 
     def _next(self, name: str, state: _State, now: float) -> int:
-        """The next step that no node can have passed yet; or the very one that all are waiting at, or stay at."""
-        newest, waiting = max(self._newest.values()), self._waiting(name)
-        if waiting >= newest and waiting > state.complete:
-            return waiting
+        """The next step that no node can have passed yet; or the newest base, if training waits or stays there."""
+        newest = max(self._newest.values())
+        if self._waiting(name) >= newest:
+            return newest if newest > state.complete else state.step  # from that one on records lead, or nothing does
         is_still = len(set(self._newest.values())) == 1 and now - self._changed_at >= STILL_S
         if is_still and newest > max(state.complete, state.step):
             return newest
