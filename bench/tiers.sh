@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # What each protection costs in memory and on disk: four nodes on one machine, a model of a million parameters, AdamW.
-# Prints the table of docs/choosing-tiers.md.
+# Prints the table of docs/choosing-tiers.md; arguments: tiers to be measured instead.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 nodes=(n1 n2 n3 n4)
-trap 'kill -9 $(jobs -p) 2>/dev/null || true' EXIT
+trap 'for agent in $(jobs -p); do kill -9 "$agent" $(ps -o pid= --ppid "$agent") 2>/dev/null || true; done' EXIT
 
 megabytes() { du -sb --apparent-size "$@" 2>/dev/null | awk '{ total += $1 } END { printf "%.1f MB", total / 1e6 }'; }
 
@@ -47,6 +47,5 @@ echo "$(getconf _NPROCESSORS_ONLN) cores, $(date +%F); per node, but for the sha
 echo
 echo "| tiers | its own memory (6 slots) | held for others | on its disk | on the shared file system |"
 echo "|---|---:|---:|---:|---:|"
-for tiers in "Partner()" "Partner(copies=2)" "Parity('xor', group=4)" "Parity('rs', group=4, losses=2)"; do
-    measure "$tiers"
-done
+[ $# -gt 0 ] || set -- "Partner()" "Partner(copies=2)" "Parity('xor', group=4)" "Parity('rs', group=4, losses=2)"
+for tiers in "$@"; do measure "$tiers"; done

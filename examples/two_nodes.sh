@@ -5,7 +5,7 @@ set -euo pipefail
 root=${1:-$(mktemp -d)}
 here=$(cd "$(dirname "$0")" && pwd)
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # torchrun ends its ranks
 
 start() { # a job on both nodes: its name, the directory, arguments of the program
     local job=$1 dir=$2 node
