@@ -262,7 +262,9 @@ class Keeper:
 
         guests = guest_tier(hello.run, tiers.memory.path)
         forget_guests(guests, hello)
-        return Fleet(hello, node_name(), tiers, self._roster, guests, self._takers, self._emit, self._announce)
+        return Fleet(
+            hello, node_name(), tiers, self._roster, guests, self._tier, self._takers, self._emit, self._announce
+        )  # fmt: skip
 
     def _join(self, message: Join, hello: Hello) -> None:
         if self._fleet is None or self._fleet.has_joined:
