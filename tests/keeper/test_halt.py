@@ -21,6 +21,7 @@ from everstep.errors import Damaged
 from everstep.events import Degraded, Halted, read_events
 from everstep.halt import due, is_in_force
 from everstep.image import FORMAT
+from everstep.signals import Signals
 from everstep.store import halts
 from everstep.types import HaltRecord
 
@@ -63,6 +64,21 @@ def test_a_halt_that_was_obeyed_stops_nobody_but_for_the_end_of_every_allocation
     assert due(once, **known) is None and not is_in_force(once)
     always = msgspec.structs.replace(asked(seconds=60.0), obeyed_time=1600.0)
     assert due(always, **known) == "with 60 seconds of the allocation left" and is_in_force(always)
+
+
+@pytest.mark.parametrize(("step_s", "last"), [(0.01, 60), (0.2, 13), (5.0, 12)])
+def test_the_last_step_is_appointed_so_far_ahead_that_all_ranks_hear_of_it(step_s: float, last: int) -> None:
+    told: list[tuple[int, str]] = []
+    signals = Signals(lambda: step_s, lambda step, halt: told.append((step, halt)))
+    try:
+        assert not signals.is_last(9) and not signals.will_leave(9)
+        signals.hear_halt("now")
+        assert not signals.is_last(10) and told == [(last, "now")]
+        assert not signals.is_last(last - 1) and signals.will_leave(last) and signals.is_last(last)
+        signals.stop_at(last - 1, "now")  # another rank was told too
+        assert signals.is_last(last - 1) and signals.leave() is None
+    finally:
+        signals.give_back()
 
 
 # -- the record
