@@ -32,9 +32,10 @@ class Tell(Ask, frozen=True, kw_only=True):
 
 
 class Leave(Ask, frozen=True, kw_only=True):
-    """All ranks leave after this step."""
+    """All ranks leave after this step. `halt`: why, unless a signal asked for it."""
 
     step: int
+    halt: str = ""
 
 
 class TakeBase(Ask, frozen=True, kw_only=True):

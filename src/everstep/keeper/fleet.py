@@ -274,8 +274,8 @@ class Fleet:
                 return Reply(HeldParts(parts=member_of(self._node, self._held(step)).parts))
             case ReadImage():
                 return self._read_image(ask)
-            case Leave(step=step):
-                self.pass_to_ranks(StopAt(step=step))
+            case Leave(step=step, halt=halt):
+                self.pass_to_ranks(StopAt(step=step, halt=halt))
                 return Reply(Done())
             case TakeBase(step=step):
                 self.pass_to_ranks(BaseAt(step=step))
@@ -324,7 +324,9 @@ class Fleet:
 
     def pass_on(self, message: StopAt | BaseAt) -> None:
         """To the ranks of all other nodes, by threads of their own: one that is lost holds up nobody."""
-        ask = Leave(step=message.step) if isinstance(message, StopAt) else TakeBase(step=message.step)
+        ask: Leave | TakeBase = TakeBase(step=message.step)
+        if isinstance(message, StopAt):
+            ask = Leave(step=message.step, halt=message.halt)
         for peer in self._peers.values():
             threading.Thread(target=self._pass_to, args=(peer, ask), name="everstep-pass-on", daemon=True).start()
 

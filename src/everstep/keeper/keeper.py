@@ -26,6 +26,7 @@ from everstep.keeper import flush
 from everstep.keeper.base_writer import BaseWriter
 from everstep.keeper.copies import Takers
 from everstep.keeper.deeper import DeeperWork, forget_guests
+from everstep.keeper.halting import Halting
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
@@ -79,7 +80,10 @@ class Keeper:
         self._logbook.base = self._newest_committed()
         self._replicas = Replicas(directory, emit, self._roster, self._selector)
         self._records = RecordWriter(self._logbook, self._roster, emit, self._announce)
-        self._bases = BaseWriter(self._tier, self._roster, self._logbook, self._replicas, emit, self._announce)
+        self._halting = Halting(directory, self._roster, emit)
+        self._bases = BaseWriter(
+            self._tier, self._roster, self._logbook, self._replicas, self._halting.overhear, self._announce
+        )
         self._directory = directory
         self._fleet: Fleet | None = None
         self._ending = threading.Event()
@@ -120,6 +124,7 @@ class Keeper:
             for key, _ in self._selector.select(TICK_S):
                 key.data(key.fileobj)
             self._records.let_go_spent_rings()
+            self._halting.look(leaving_s=max(0.0, self._bases.took_s), alone=self._inline)
         self._ending.set()
         self._records.asked.set()
         for thread in self._threads:
@@ -199,6 +204,7 @@ class Keeper:
             case AskReplica():
                 channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is not None:
+                self._halting.obeyed(session.arena.live().step if session.arena is not None else 0)
                 session.done = message.final
                 session.alive = False
                 self._roster.idle_since = time.monotonic()
@@ -233,6 +239,7 @@ class Keeper:
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
+        self._halting.begin_life()
         sessions = self._roster.sessions
         for gone in [sessions.pop(rank) for rank in list(sessions) if rank >= hello.world]:
             self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
