@@ -3,7 +3,7 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events cadence tiers config image topology signals
+types errors events cadence tiers config image launch topology signals halt
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
@@ -14,11 +14,11 @@ capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier blocks disk memory manifest frame log retain
 store/          an object store                         bucket objects
-store/          where it lies, and whose it is          places claim
+store/          where it lies, and whose it is          places claim halts
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
-keeper/         one a node, and its two writing hands   keeper base_writer record_writer
-keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange fleet
+keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer
+keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
 keeper/         beyond this node, a lane each           lane deeper partners parity_work copies
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
@@ -26,7 +26,7 @@ keeper/         and its end in the trainer              client arrival keeping
 # the road home: a byte returns
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
-recover/        for people and tools who read          reach audit records rebuild retrieve
+recover/        for people and tools who read          others reach audit salvage records rebuild retrieve
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 cli/            one file a command

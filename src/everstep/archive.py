@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -19,9 +19,11 @@ from everstep.errors import (
     BadConfig,
     NewerFormat,
     NothingToRestore,
+    RunHeld,
 )
 from everstep.keeper import flush
 from everstep.keeper.client import keeper_pid, replica_of
+from everstep.keeper.note import read_note
 from everstep.recover.audit import (
     Finding,
     chains,
@@ -35,13 +37,14 @@ from everstep.recover.audit import (
     log_files,
     sound_plan,
 )
-from everstep.recover.plan import make_plan, reaches, up_to
+from everstep.recover.plan import make_plan, merge, reaches, up_to
 from everstep.recover.reach import (
     Kept,
     exposure,
     in_words,
     kept_steps,
     newest_in,
+    nodes_of,
     only,
     records_of,
     restorable,
@@ -53,8 +56,9 @@ from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
 from everstep.store.manifest import RUN_RECORD, committed_steps, partial_steps, read_commit, read_part, run_name
 from everstep.store.places import Places
+from everstep.store.tier import Tier
 from everstep.topology import process_alive
-from everstep.types import Commit, Part, Plan, Survey
+from everstep.types import Commit, Part, Plan, Source, Survey, Survives
 
 if TYPE_CHECKING:
     pass
@@ -88,9 +92,19 @@ class Archive:
         with self._sources() as sources:
             return sources.survey()
 
+    def _everywhere(self, sources: Sources) -> Survey:
+        """What this node has, and what others do, as far as a keeper here knows them."""
+        note, mine = read_note(self.run), sources.survey()
+        if note is None or len(note.members) < 2:
+            return mine
+        from everstep.recover.others import surveys  # needs a package that one node alone does not
+
+        return merge([mine, *surveys(self.run, sources.node, note)])
+
     def kept(self) -> list[Kept]:
         """Every step that could be restored now, oldest first."""
-        return kept_steps(self.survey())
+        with self._sources() as sources:
+            return kept_steps(self._everywhere(sources))
 
     def steps(self) -> list[int]:
         return [kept.step for kept in self.kept()]
@@ -104,12 +118,12 @@ class Archive:
     def plan(self, lost: Collection[str] = ()) -> Plan:
         """What a restart would do now, or after the loss of "memory", "disk" or a node by its name.
 
-        Reads and checks the bytes of what it chooses, as a restart does; memory that is being trained in is taken at
-        its seals.
+        Reads and checks the bytes of what it chooses, as a restart does, as far as they are on this node; memory that
+        is being trained in is taken at its seals. What other nodes have is asked of their keepers.
         """
         with self._sources() as sources:
-            survey = sources.survey()
-            known = {"memory", "disk", *(h.node for h in survey.holdings), *(r.node for r in survey.records)}
+            survey = self._everywhere(sources)
+            known = {*get_args(Source), *nodes_of(survey)}
             for name in lost:
                 if name not in known:
                     raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
@@ -212,12 +226,28 @@ class Archive:
         write(checkpoint, Path(path), format=format, only=only)
         return checkpoint.step
 
+    def scavenge(self, to: str | None = None, *, watch: Callable[[int, int], None] | None = None) -> tuple[int, str]:
+        """After the job is gone for good: write the newest base that all nodes together still have to one place.
+
+        to: a directory; by default the deepest tier of the run, else its own directory. Returns the step, and where.
+        """
+        from everstep.recover.salvage import salvage
+
+        tier: Tier = [self._tier, *self._places.deeper_tiers().values()][-1]
+        if to is not None:
+            tier = DiskTier(Path(to).absolute(), name=to, survives=Survives.NODE)
+        with self._sources() as sources:
+            if is_training(sources):
+                raise RunHeld(str(self.directory), 0, sources.node)
+            step = salvage(sources, self._everywhere(sources), read_note(self.run), tier, watch)
+        return step, tier.name
+
     # -- right now
 
     def status(self) -> dict[str, Any]:
         """Whether the run lives, how far it is, and what each kind of loss would cost."""
         with self._sources() as sources:
-            survey = sources.survey()
+            survey = self._everywhere(sources)
             kept = kept_steps(survey)
             arenas = [*sources.arenas, *sources.rings]
             live = _done_by_all(arenas)
@@ -235,9 +265,13 @@ class Archive:
                 "replica": replica_of(self.run),
                 "ring": _ring_state(sources.rings),
                 "exposure": exposure(
-                    survey, live.step if live else 0, live.cut_time if live else 0.0, time.time() if pids else None
+                    survey,
+                    sources.node,
+                    live.step if live else 0,
+                    live.cut_time if live else 0.0,
+                    time.time() if pids else None,
                 ),
-            }
+            }  # fmt: skip
 
     # -- letting go
 

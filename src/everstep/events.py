@@ -181,6 +181,14 @@ class Stopping(Event, frozen=True, kw_only=True):
     step: int
 
 
+class Halted(Event, frozen=True, kw_only=True):
+    """The run ended before its end, because somebody wished so."""
+
+    rank: int
+    step: int
+    why: str
+
+
 class Tuned(Event, frozen=True, kw_only=True):
     """A number was chosen anew: the formula, what went into it, and the constraint that decided."""
 
@@ -228,6 +236,7 @@ AnyEvent = (
     | Scavenged
     | Retired
     | Stopping
+    | Halted
     | Tuned
     | Chose
     | Finished

@@ -29,7 +29,7 @@ from everstep.capture.position import Feed
 from everstep.capture.steering import followed
 from everstep.config import Keep, KeeperKind, Mode, Settings, Strategy, settings
 from everstep.errors import BadConfig, EverstepError
-from everstep.events import Degraded, EventLog, Finished, Started, Stopping
+from everstep.events import Degraded, EventLog, Finished, Halted, Started, Stopping
 from everstep.keeper.arrival import arrive, check
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.keeping import Keeping
@@ -142,6 +142,7 @@ class Run:
                 release=self._capture.release,
                 stop_at=self._signals.stop_at,
                 base_at=self._keeping.take_base_at,
+                halt=self._signals.hear_halt,
             )
         )
         atexit.register(self._at_exit)
@@ -268,6 +269,13 @@ class Run:
         if wanted is Level.PROTECTED and (tiers.protection is None or not self._place.has_many_nodes):
             raise BadConfig("nothing is ever 'protected' without several nodes and tiers=[Partner()] or [Parity(...)]")
 
+    def should_exit(self) -> bool:
+        """Whether the step that is under way, or has just been made, is the last: the same on all ranks at a step.
+
+        The run leaves after it by itself. A loop that wants to leave in its own way calls close() and ends.
+        """
+        return self._signals.will_leave(self.step + self._capture.stepped)
+
     def status(self) -> dict[str, object]:
         """Where the run stands, as plain data."""
         return {
@@ -338,6 +346,11 @@ class Run:
 
     def _leave(self) -> None:
         number = self._signals.leave()
+        if number is None:  # nobody is in a hurry: as deep as it goes
+            self._emit(Halted(rank=self._place.rank, step=self.step, why=self._signals.halt))
+            self.close()
+            print(f"everstep: halted {self._signals.halt}: step {self.step} is kept", file=sys.stderr, flush=True)
+            raise SystemExit(0)
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
         self._capture.wait_sealed()
         try:

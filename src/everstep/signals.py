@@ -1,7 +1,8 @@
-"""SIGTERM and SIGINT as a wish: the step is finished, saved, and the trainer leaves in good order."""
+"""SIGTERM, SIGINT or a halt as a wish: the step is finished, saved, and all ranks leave together, in good order."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -13,16 +14,18 @@ from types import FrameType
 from typing import Any
 
 _GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
+_HEARD_S = 0.5  # until all ranks have heard of the last step
 
 
 class Signals:
     """Hears the signals of this process, and knows which step is the last."""
 
-    def __init__(self, step_s: Callable[[], float], tell: Callable[[int], None] | None) -> None:
+    def __init__(self, step_s: Callable[[], float], tell: Callable[[int, str], None] | None) -> None:
         """`step_s`: how long a step takes. `tell`: let the other ranks know of the last step, if there are any."""
         self._step_s, self._tell = step_s, tell
         self._received: int | None = None
-        self._stop_at: int | None = None  # the last step, as all ranks know it
+        self._stop_at: int | None = None  # the last step, as all ranks know it,
+        self.halt = ""  # and why, if no signal asked for it
         self._is_leaving = False
         self._pid = os.getpid()
         self._over = False
@@ -66,23 +69,37 @@ class Signals:
         name = signal.Signals(number).name
         print(f"everstep: {name}: finishing the step, then saving and leaving", file=sys.stderr, flush=True)
 
-    def stop_at(self, step: int) -> None:
-        """Another rank leaves after this step."""
+    def stop_at(self, step: int, halt: str) -> None:
+        """Another rank leaves after this step. `halt`: why, unless it received a signal."""
+        self.halt = self.halt or halt
         self._stop_at = step if self._stop_at is None else min(self._stop_at, step)
 
+    def hear_halt(self, why: str) -> None:
+        self.halt = why
+
     def is_last(self, step: int) -> bool:
-        """Whether this step is the last one. Ranks leave at the same step: two steps after the first one was told."""
-        if self._received is not None and self._stop_at is None:
+        """Whether this step is the last one.
+
+        Ranks leave at the same step. Whoever was told first appoints one so far ahead that all others hear of it before
+        they are there.
+        """
+        if (self._received is not None or self.halt) and self._stop_at is None:
             if self._tell is None:
                 return True
-            self._stop_at = step + 2
-            self._tell(self._stop_at)
+            self._stop_at = step + max(2, math.ceil(_HEARD_S / max(self._step_s(), 1e-3)))
+            self._tell(self._stop_at, self.halt)
         return self._stop_at is not None and step >= self._stop_at
 
-    def leave(self) -> int:
-        """The wish is being granted: nobody needs to be impatient. Returns the signal."""
+    def will_leave(self, step: int) -> bool:
+        """Whether the run ends with this step, as far as all ranks know it."""
+        if self._tell is None:
+            return self._received is not None or bool(self.halt)
+        return self._stop_at is not None and step >= self._stop_at
+
+    def leave(self) -> int | None:
+        """The wish is being granted: nobody needs to be impatient. Returns the signal; None: it is a halt."""
         self._is_leaving = True
-        return self._received or signal.SIGTERM
+        return self._received or (None if self.halt else signal.SIGTERM)
 
     def give_back(self) -> None:
         """Signals are again what they were before."""

@@ -32,6 +32,7 @@ class Memory:
     slots: int | None = None
 
     def __post_init__(self) -> None:
+        _check_path(self)
         if self.slots is not None and not 2 <= _whole(self.slots, "Memory(slots=)") <= MAX_SLOTS:
             raise BadConfig(f"Memory(slots=) must be from 2 to {MAX_SLOTS}, not {self.slots}")
 
@@ -48,6 +49,7 @@ class Disk:
     every: int | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        _check_path(self)
         _check_every(self)
 
     @property
@@ -175,19 +177,21 @@ def choose(tiers: Sequence[Tier] | str | Path | None, environment: Mapping[str, 
     if tiers is None:
         text = environment.get("EVERSTEP_TIERS")
         if text:
-            return gather(parse(text, "EVERSTEP_TIERS"))
-        return gather(read(Path(FILE))) if Path(FILE).is_file() else Tiers()
-    return gather(read(Path(tiers)) if isinstance(tiers, str | Path) else tiers)
+            return gather(parse(text, "EVERSTEP_TIERS"), "EVERSTEP_TIERS")
+        return gather(read(Path(FILE)), FILE) if Path(FILE).is_file() else Tiers()
+    if isinstance(tiers, str | Path):
+        return gather(read(Path(tiers)), str(tiers))
+    return gather(tiers)
 
 
-def gather(tiers: Sequence[Tier]) -> Tiers:
+def gather(tiers: Sequence[Tier], where: str = "tiers") -> Tiers:
     found: dict[str, Any] = {}
     for tier in tiers:
         if not isinstance(tier, Tier):
-            raise BadConfig(f"tiers takes {', '.join(f'{name}(...)' for name in _KINDS)}, not {tier!r}")
+            raise BadConfig(f"{where} takes {', '.join(f'{name}(...)' for name in _KINDS)}, not {tier!r}")
         place = "protection" if isinstance(tier, Partner | Parity) else type(tier).__name__.lower()
         if place in found:
-            raise BadConfig(f"tiers has {found[place]!r} and {tier!r}: one of them is enough")
+            raise BadConfig(f"{where} has {found[place]!r} and {tier!r}: one of them is enough")
         found[place] = tier
     return Tiers(**found)
 
@@ -196,20 +200,27 @@ def parse(text: str, where: str) -> list[Tier]:
     """Tiers as Python writes them: `Partner(), Shared("/lustre/run7", every=10)`."""
     try:
         calls = ast.parse(f"[{text}]", mode="eval").body
-        assert isinstance(calls, ast.List)
-        found = []
-        for call in calls.elts:
-            if isinstance(call, ast.Name):
-                found.append(_make(call.id, (), {}, where))
-                continue
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-                raise BadConfig(f"{where}: {ast.unparse(call)} is no tier; write for example Partner()")
-            values = [ast.literal_eval(value) for value in call.args]
-            named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-            found.append(_make(call.func.id, values, named, where))
-        return found
     except (SyntaxError, ValueError) as error:
         raise BadConfig(f"{where}: {text!r} cannot be read: {error}") from None
+    found = []
+    for call in calls.elts if isinstance(calls, ast.List) else [calls]:
+        if isinstance(call, ast.Name):
+            found.append(_make(call.id, (), {}, where))
+            continue
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise BadConfig(f"{where}: {ast.unparse(call)} is no tier; write for example Partner()")
+        values = [_value(value, where) for value in call.args]
+        named = {str(word.arg): _value(word.value, where) for word in call.keywords}
+        found.append(_make(call.func.id, values, named, where))
+    return found
+
+
+def _value(written: ast.expr, where: str) -> object:
+    try:
+        return ast.literal_eval(written)
+    except ValueError:
+        said = ast.unparse(written)
+        raise BadConfig(f"{where}: {said} is neither a number nor a text; quote it: '{said}'") from None
 
 
 def read(path: Path) -> list[Tier]:
@@ -236,6 +247,10 @@ def _make(name: str, values: Sequence[Any], named: Mapping[str, Any], where: str
     for key in named:
         if key not in known:
             raise BadConfig(f"{where}: {name} has no {key!r}; it has {', '.join(known)}")
+    if len(values) > 1:
+        raise BadConfig(f"{where}: {name} takes {', '.join(known)}, each by its name but for the first")
+    if kind in (Shared, Objects) and not values and known[0] not in named:
+        raise BadConfig(f"{where}: {name} needs its {known[0]!r}")
     try:
         return kind(*values, **named)
     except TypeError as error:
@@ -248,6 +263,11 @@ def _whole(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise BadConfig(f"{name} must be a whole number, not {value!r}")
     return value
+
+
+def _check_path(tier: Memory | Disk) -> None:
+    if tier.path is not None and (not isinstance(tier.path, str) or not tier.path):
+        raise BadConfig(f"{type(tier).__name__}(path=) must be a path, not {tier.path!r}")
 
 
 def _check_every(tier: Disk | Shared | Objects) -> None:

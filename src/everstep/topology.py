@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from everstep.errors import BadConfig, EverstepError
+from everstep.launch import launched, missing
 
 if TYPE_CHECKING:
     import torch
@@ -53,18 +54,25 @@ def here() -> Topology:
     if not (dist.is_available() and dist.is_initialized()):
         return Topology(rank=0, world=1, node=node, nodes=(node,), domains=(domain,))
     alone = Topology(rank=dist.get_rank(), world=dist.get_world_size(), node=node)
-    told = [answer.decode().split("\0") for answer in exchange(f"{node}\0{domain}".encode(), alone)]
-    return replace(alone, nodes=tuple(one[0] for one in told), domains=tuple(one[1] for one in told))
+    mine = "\0".join((node, domain, os.environ.get("EVERSTEP_DOMAIN", "")))
+    told = [answer.decode().split("\0") for answer in exchange(mine.encode(), alone)]
+    nodes, domains, named = (tuple(column) for column in zip(*told, strict=True))
+    if len(set(domains)) == 1 and not any(named):
+        domains = nodes  # a switch that all of them hang on says nothing: only what is named forbids all protection
+    return replace(alone, nodes=nodes, domains=domains)
 
 
 def node_name() -> str:
-    """What this node is called: EVERSTEP_NODE where several live on one machine, else the host's name."""
-    return _named("EVERSTEP_NODE", os.environ.get("EVERSTEP_NODE") or socket.gethostname())
+    """What this node is called: EVERSTEP_NODE where several live on one machine, else what the launcher calls it."""
+    said = launched(os.environ)
+    name = os.environ.get("EVERSTEP_NODE") or (said and said.node) or socket.gethostname()
+    return check_name("EVERSTEP_NODE", name)
 
 
 def domain_name() -> str:
-    """What fails together with this node: EVERSTEP_DOMAIN, such as a rack; by default the node alone."""
-    return _named("EVERSTEP_DOMAIN", os.environ.get("EVERSTEP_DOMAIN") or node_name())
+    """What fails together with this node: EVERSTEP_DOMAIN, or the switch that Slurm names; else it alone."""
+    said = launched(os.environ)
+    return check_name("EVERSTEP_DOMAIN", os.environ.get("EVERSTEP_DOMAIN") or (said and said.domain) or node_name())
 
 
 def own_address() -> str:
@@ -79,7 +87,8 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _named(variable: str, name: str) -> str:
+def check_name(variable: str, name: str) -> str:
+    """The name of a node or a domain, as it may stand in the names of files."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", name):
         raise BadConfig(f"{variable} must be a name of letters, digits, '.', '_' and '-', not {name!r}")
     return name
@@ -119,9 +128,12 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     A restarted job can meet the addresses of its dead predecessors in the store. Here the ranks first find each
     other alive: each says hello with a token made a moment ago, rank 0 answers the tokens it sees with the name of a
     new generation, and goes on answering until all have joined it. Whoever is dead never joins.
+
+    Under mpirun and srun the variables that torch reads are set from the launcher's, where they are not set already.
     """
     import torch.distributed as dist
 
+    os.environ |= missing(os.environ)
     limit = timeout or dist.constants.default_pg_timeout
     store, rank, world = next(dist.rendezvous("env://", timeout=limit))
     generation = _agree_on_generation(dist.PrefixStore("everstep", store), rank, world, limit)

@@ -232,6 +232,21 @@ class TiersRecord(Noun, frozen=True, kw_only=True):
     digest: str = ""
 
 
+class HaltRecord(Noun, frozen=True, kw_only=True):
+    """`halt.json`: somebody wants the run to end before its end."""
+
+    format: int
+    now: bool
+    after: int | None  # so many checkpoints
+    before: float | None  # this time
+    seconds: float | None  # so many left of the allocation
+    set_time: float
+    obeyed_time: float | None = None
+    obeyed_step: Step | None = None
+    why: str = ""  # which of the conditions it was
+    digest: str = ""
+
+
 class Attempt(Noun, frozen=True, kw_only=True):
     """`attempt.json`: somebody began to load this step and has not said how it went."""
 

@@ -20,10 +20,10 @@ from everstep.store.objects import ObjectTier
 
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
 RECORDS = [
-    types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.ImageInfo,
-    types.OptimizerInfo, types.Frame,
+    types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.HaltRecord,
+    types.ImageInfo, types.OptimizerInfo, types.Frame,
 ]  # fmt: skip
-TYPES = {"UnionType": "Codec",
+TYPES = {"StructType": "Codec",
     "IntType": "integer", "StrType": "string", "LiteralType": "string", "FloatType": "number", "BoolType": "boolean",
     "DictType": "object",
 }  # fmt: skip
@@ -51,7 +51,10 @@ def test_every_field_of_a_record_is_described_in_its_order(record: type[msgspec.
     fields = msgspec.structs.fields(record)
     assert [row[0] for row in rows] == [field.name for field in fields]
     for row, field in zip(rows, fields, strict=True):
-        kind = type(msgspec.inspect.type_info(field.type)).__name__
+        info = msgspec.inspect.type_info(field.type)
+        may_be_null = isinstance(info, msgspec.inspect.UnionType)
+        kind = type(info.types[0] if isinstance(info, msgspec.inspect.UnionType) else info).__name__
+        assert row[1].endswith(" or null") == may_be_null, row
         assert row[1].startswith(TYPES.get(kind, "array of")), (row, kind)
 
 

@@ -29,6 +29,7 @@ GROUND = {path.stem for path in FILES if len(path.parts) == 1} - {"__init__", *D
 PURE = (
     Path("recover/plan.py"),
     Path("store/retain.py"),
+    Path("halt.py"),
     Path("protect/groups.py"),
     Path("protect/stripes.py"),
     *(file for file in FILES if file.parts[0] == DECISIONS),

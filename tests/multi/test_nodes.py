@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+import msgspec
+import torch.distributed as dist
 from cluster import STEPS, die_at, results
+from typer.testing import CliRunner
 
+import everstep
 from everstep import Parity, Partner, Shared
+from everstep.cli import app
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
+from everstep.types import Plan
 
 
 @pytest.mark.parametrize("rebooted", [False, True], ids=["killed", "rebooted"])
@@ -77,3 +84,76 @@ def test_with_a_log_every_step_survives_the_loss_of_a_node(scheme: str, cluster:
     ended = results(nodes.live())
     assert [one["resumed_from"] for one in ended] == [6] * 4
     assert {one["state"] for one in ended} == {undisturbed(1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize("scheme", ["partner", "xor", "single"])
+def test_a_plan_says_beforehand_what_the_loss_of_a_node_would_cost(scheme: str, cluster: Any) -> None:
+    tiers = {"partner": [Partner()], "xor": [Parity("xor")], "single": []}[scheme]
+    nodes = cluster(1, 1, 1, tiers=tiers)
+    plans, status = nodes.root / "plan.json", nodes.root / "status.json"
+
+    def at_step(run: everstep.Run, rank: int) -> None:
+        if run.step == 5:
+            run.wait("protected" if tiers else "durable")
+            if rank == 0:
+                past = everstep.open(nodes.directory(nodes.nodes[0]))
+                plans.write_bytes(msgspec.json.encode(past.plan(lost=[nodes.nodes[1]])))
+                status.write_bytes(msgspec.json.encode(past.status()))
+            dist.barrier()
+
+    results(nodes.live(at_step))
+    plan = msgspec.json.decode(plans.read_bytes(), type=Plan)
+    assert nodes.nodes[1] not in {part.node for part in plan.parts}
+    lost = {"partner": ["partner"], "xor": ["parity"], "single": []}[scheme]
+    assert [part.source for part in plan.parts if part.rank == 1] == lost
+    assert plan.step == (5 if tiers else None)
+    told = {row["event"]: row["steps"] for row in msgspec.json.decode(status.read_bytes())["exposure"]}
+    assert told["this disk is lost"] == (0 if tiers else 5), "what the loss of this node would cost"
+
+
+def test_what_is_left_when_all_trainers_are_gone_reaches_the_shared_tier(cluster: Any) -> None:
+    nodes = cluster(1, 1, linger="1s")
+    nodes.options["tiers"] = [Shared(str(nodes.root / "lustre"), every=100)]
+    nodes.live(die_at(5))
+    shared = DiskTier(nodes.root / "lustre")
+    deadline = time.monotonic() + 60
+    while 5 not in committed_steps(shared):
+        assert time.monotonic() < deadline, "the keepers kept it to themselves"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("scheme", ["partner", "xor"])
+def test_scavenging_completes_what_a_lost_node_had(scheme: str, cluster: Any, undisturbed: Any) -> None:
+    nodes = cluster(1, 1, 1, tiers=[Partner()] if scheme == "partner" else [Parity("xor")])
+    nodes.live(die_at(5, level="protected"))
+    nodes.lose(nodes.nodes[2])
+    rescued = nodes.root / "rescued"
+    deadline = time.monotonic() + 30
+    while True:  # until the other keepers have brought their memory to their disks
+        step, _ = nodes.on(
+            nodes.nodes[0], lambda: everstep.open(nodes.directory(nodes.nodes[0])).scavenge(str(rescued))
+        )
+        if step == 5:
+            break
+        assert time.monotonic() < deadline, f"only step {step} could be rescued"
+    nodes.lose(*nodes.nodes)
+    nodes.options["tiers"] = [Shared(str(rescued))]
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [5] * 3
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, 1)}
+
+
+def test_gc_keeps_what_is_held_for_other_nodes_until_it_is_told_otherwise(cluster: Any) -> None:
+    nodes = cluster(1, 1, tiers=[Partner()])
+    nodes.live(die_at(4, level="protected"))
+    for node in nodes.nodes:
+        nodes.kill_keeper(node)
+    here = nodes.nodes[0]
+
+    def gc(*words: str) -> str:
+        return str(nodes.on(here, lambda: CliRunner().invoke(app, ["gc", *words], env={"COLUMNS": "400"}).output))
+
+    assert "kept: holding parts of other nodes, of step 4; --guests gives it up" in gc()
+    assert nodes.memory(here).exists()
+    gc("--guests")
+    assert not list(nodes.memory(here).rglob("guests"))

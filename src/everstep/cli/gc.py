@@ -19,6 +19,7 @@ def command(
         Path | None, typer.Argument(help="A run's directory; without it only memory is cleaned.")
     ] = None,
     keep: Annotated[int | None, typer.Option("--keep", help="Also delete all but this many newest steps.")] = None,
+    guests: Annotated[bool, typer.Option("--guests", help="Also give up what is held for other nodes.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is there.")] = False,
     json: Json = False,
     memory: MemoryPath = None,
@@ -30,7 +31,7 @@ def command(
     done = {}
     for one in left:
         try:
-            done[one.run] = one.state if dry_run else give_back(one, memory)
+            done[one.run] = one.state if dry_run else give_back(one, memory, guests=guests)
         except (EverstepError, OSError) as error:
             done[one.run] = f"kept: {error}"
     cleaned = {}

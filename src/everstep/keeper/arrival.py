@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 
@@ -11,6 +12,7 @@ from everstep.config import Settings
 from everstep.errors import BadConfig
 from everstep.keeper.client import KeeperClient
 from everstep.keeper.protocol import Hello, Member
+from everstep.launch import end_time
 from everstep.store.claim import Claim
 from everstep.topology import Topology
 
@@ -41,6 +43,7 @@ def arrive(
             every_steps=every.steps, every_s=every.seconds, every_capture=settings.mode == "disk",
             lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
             torch=str(torch.__version__), replica=replica, tiers=str(settings.tiers), secret=secret,
+            began=time.time(), end_time=end_time(os.environ),
             address=f"{topology.own_address()}:0" if secret else "",
         )
     )  # fmt: skip

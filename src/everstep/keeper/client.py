@@ -30,6 +30,7 @@ from everstep.keeper.protocol import (
     Channel,
     Detach,
     Durable,
+    Halt,
     Hello,
     Inherit,
     Inherited,
@@ -60,8 +61,9 @@ class Answers:
 
     lease: Callable[[int], int | None]
     release: Callable[[int | None], None]
-    stop_at: Callable[[int], None]
+    stop_at: Callable[[int, str], None]
     base_at: Callable[[int], None]
+    halt: Callable[[str], None]
 
 
 class KeeperClient:
@@ -78,7 +80,7 @@ class KeeperClient:
         self.address = ""  # of the keeper, for other nodes
         self.durable_step = self.durable_base = self.protected_step = self.shared_step = -1
         self.base_write_s = self.record_write_s = -1.0  # what the last ones took
-        self.trouble = ""
+        self.trouble = self._halt = ""
         self.leased: tuple[int, ...] = ()
         self.replica: Replicated | None = None
 
@@ -92,6 +94,8 @@ class KeeperClient:
 
     def listen_with(self, answers: Answers) -> None:
         self._answers = answers
+        if self._halt:
+            answers.halt(self._halt)
 
     def close(self, *, final: bool) -> None:
         self._closing = True
@@ -162,8 +166,8 @@ class KeeperClient:
     def persist(self, step: int, *, as_base: bool, level: Level = Level.DURABLE) -> None:
         self._send(Persist(step=step, as_base=as_base, level=level))
 
-    def stop_at(self, step: int) -> None:
-        self._send(StopAt(step=step))
+    def stop_at(self, step: int, halt: str) -> None:
+        self._send(StopAt(step=step, halt=halt))
 
     def base_at(self, step: int) -> None:
         self._send(BaseAt(step=step))
@@ -229,8 +233,12 @@ class KeeperClient:
                         return
             case Release(slot=slot) if answers:
                 answers.release(slot)
-            case StopAt(step=step) if answers:
-                answers.stop_at(step)
+            case StopAt(step=step, halt=halt) if answers:
+                answers.stop_at(step, halt)
+            case Halt(why=why):
+                self._halt = why  # it may be due before the run is ready to listen
+                if self._answers is not None:
+                    self._answers.halt(why)
             case BaseAt(step=step) if answers:
                 answers.base_at(step)
             case Durable():

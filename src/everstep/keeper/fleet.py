@@ -22,11 +22,13 @@ from everstep.keeper.exchange import (
     AnyAnswer,
     AnyAsk,
     AskHeld,
+    AskSeals,
     Done,
     HeldParts,
     Leave,
     ReadImage,
     RemoteTier,
+    Seals,
     TakeBase,
     Tell,
     TierAsk,
@@ -34,6 +36,7 @@ from everstep.keeper.exchange import (
     Told,
 )
 from everstep.keeper.lane import HeldBase, LaneWorker, Work
+from everstep.keeper.note import FleetNote, forget_note, write_note
 from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
 from everstep.keeper.peer_server import Reply, Server
@@ -42,9 +45,10 @@ from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt, Trouble
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.protect.groups import NodePlace, parity_groups, partners
+from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
 from everstep.tiers import Parity, Partner, Tiers
-from everstep.types import Level, Survives
+from everstep.types import Holding, Level, Records, Survives
 
 _TELL_S = 0.02
 _SHARE = 0.1  # of its time, that a lane without a cadence takes at most
@@ -54,14 +58,14 @@ _GUESTS = "guests"
 
 class Fleet:
     def __init__(
-        self, hello: Hello, node: str, tiers: Tiers, roster: Roster, guests: MemoryTier, takers: Takers, emit: Sink,
-        announce: Callable[[], None],
+        self, hello: Hello, node: str, tiers: Tiers, roster: Roster, guests: MemoryTier, disk: DiskTier,
+        takers: Takers, emit: Sink, announce: Callable[[], None],
     ) -> None:  # fmt: skip
         """`announce`: tell the trainers how far each level is."""
         self._hello, self._node, self._tiers, self._roster = hello, node, tiers, roster
         self._guests, self._takers, self._emit, self._announce = guests, takers, emit, announce
         self._copies: Copies | None = None
-        self._host = TierHost({_GUESTS: guests})
+        self._host = TierHost({_GUESTS: guests, "disk": disk}, lent=_GUESTS)
         self._members: tuple[Member, ...] = ()
         self._peers: dict[str, Peer[AnyAnswer]] = {}
         self._lanes: dict[str, LaneWorker] = {}
@@ -71,6 +75,7 @@ class Fleet:
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
         self._stuck_since = time.monotonic()
+        self._announced: dict[str, int] = {}
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
@@ -87,6 +92,7 @@ class Fleet:
     def join(self, members: tuple[Member, ...], deeper: list[Work], disk: Callable[[], Lane] | None) -> None:
         """Begin to work with the others. `disk`: how far this node's disk is, where there are several."""
         self._members = members
+        write_note(self._hello.run, FleetNote(members=members, secret=self._hello.secret))
         for member in members:
             if member.node != self._node:
                 self._peers[member.node] = Peer(member.node, member.address, self._hello.secret, ANSWERS)
@@ -154,6 +160,7 @@ class Fleet:
         return [work if work is not None else _Unprotected()]
 
     def close(self) -> None:
+        forget_note(self._hello.run)
         self._ending.set()
         for peer in self._peers.values():
             peer.close()
@@ -169,7 +176,11 @@ class Fleet:
 
     @property
     def may_end(self) -> bool:
-        """Whether no other node is left waiting for what only this one can tell it."""
+        """Whether no other node is left waiting for what only this one can tell it, and deeper tiers have all."""
+        newest = self._roster.newest_of_life()
+        deeper = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
+        if newest is not None and any(lane.complete < newest - 1 for lane in deeper):
+            return False  # a rank may have been a step ahead of the others when all died
         return self._rounds is None or self._rounds.has_told_all
 
     def want(self, level: Level, step: int) -> None:
@@ -182,7 +193,7 @@ class Fleet:
 
     def levels(self) -> dict[str, int]:
         """How far the levels beyond this node are, as trainers are told."""
-        deeper = [self.order(tier_name(tier)).complete for tier in self._tiers.deeper]
+        deeper = [self._lanes[tier_name(tier)].complete for tier in self._tiers.deeper if self._lanes]
         return {"protected": self.order("protect").reach, "shared": min(deeper, default=NONE)}
 
     def forget_guests(self) -> None:
@@ -210,7 +221,8 @@ class Fleet:
         newest = self._roster.newest_of_life()
         report = Report(
             node=self._node, generation=self._hello.generation, newest=NONE if newest is None else newest,
-            wanted=dict(self.wanted), lanes={name: status() for name, status in self._reported.items()},
+            is_alive=self._roster.is_anybody_alive(), wanted=dict(self.wanted),
+            lanes={name: status() for name, status in self._reported.items()},
         )  # fmt: skip
         if self._rounds is not None:
             return self._take_in(report)
@@ -243,7 +255,9 @@ class Fleet:
         if orders.generation != self._hello.generation:
             return  # the other keeper has not joined this life yet
         before, self.orders = self.orders, orders
-        if orders.lanes != before.lanes:
+        complete = {name: lane.complete for name, lane in self._lanes.items()}
+        if orders.lanes != before.lanes or complete != self._announced:
+            self._announced = complete
             self._announce()
 
     # -- being asked
@@ -254,18 +268,43 @@ class Fleet:
                 return Reply(Told(orders=self._take_in(report)))
             case TierAsk():
                 return self._host.answer(ask, payload)
+            case AskSeals():
+                return Reply(self._seals())
             case AskHeld(step=step):
                 return Reply(HeldParts(parts=member_of(self._node, self._held(step)).parts))
             case ReadImage():
                 return self._read_image(ask)
-            case Leave(step=step):
-                self.pass_to_ranks(StopAt(step=step))
+            case Leave(step=step, halt=halt):
+                self.pass_to_ranks(StopAt(step=step, halt=halt))
                 return Reply(Done())
             case TakeBase(step=step):
                 self.pass_to_ranks(BaseAt(step=step))
                 return Reply(Done())
             case _:
                 raise EverstepError(f"{type(ask).__name__} is not answered here")
+
+    def _seals(self) -> Seals:
+        bases: list[Holding] = []
+        records: list[Records] = []
+        for session in self._roster.all():
+            for arena in (one for one in session.arenas() if one.kind in ("base", "log")):
+                for slot, seal in sorted(arena.seals().items(), key=lambda item: item[1].step):
+                    if arena.kind == "base":
+                        checked = arena.checks(slot) is not None
+                        bases.append(
+                            Holding(
+                                source="memory", node=self._node, step=seal.step, rank=arena.rank, world=arena.world,
+                                generation=seal.generation, bytes=seal.length, cut_time=seal.cut_time, checked=checked,
+                            )
+                        )  # fmt: skip
+                        continue
+                    records.append(
+                        Records(
+                            source="memory", node=self._node, rank=arena.rank, world=arena.world, first=seal.step,
+                            last=seal.step, bytes=seal.length, cut_time=seal.cut_time,
+                        )
+                    )  # fmt: skip
+        return Seals(bases=tuple(bases), records=tuple(records))
 
     def _held(self, step: int) -> HeldBase:
         lane = self._lanes.get("protect")
@@ -285,7 +324,9 @@ class Fleet:
 
     def pass_on(self, message: StopAt | BaseAt) -> None:
         """To the ranks of all other nodes, by threads of their own: one that is lost holds up nobody."""
-        ask = Leave(step=message.step) if isinstance(message, StopAt) else TakeBase(step=message.step)
+        ask: Leave | TakeBase = TakeBase(step=message.step)
+        if isinstance(message, StopAt):
+            ask = Leave(step=message.step, halt=message.halt)
         for peer in self._peers.values():
             threading.Thread(target=self._pass_to, args=(peer, ask), name="everstep-pass-on", daemon=True).start()
 

@@ -26,6 +26,7 @@ from everstep.keeper import flush
 from everstep.keeper.base_writer import BaseWriter
 from everstep.keeper.copies import Takers
 from everstep.keeper.deeper import DeeperWork, forget_guests
+from everstep.keeper.halting import Halting
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
@@ -61,7 +62,8 @@ if TYPE_CHECKING:
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
 _INLINE_PATIENCE_S = 30.0
-_FAREWELL_S = 10.0  # until other nodes must have heard how the run ended
+_FAREWELL_S = 10.0  # until other nodes must have heard how the run ended,
+_LAST_FLUSH_S = 120.0  # and until deeper tiers must have what is left of one that did not
 
 
 class Keeper:
@@ -78,7 +80,10 @@ class Keeper:
         self._logbook.base = self._newest_committed()
         self._replicas = Replicas(directory, emit, self._roster, self._selector)
         self._records = RecordWriter(self._logbook, self._roster, emit, self._announce)
-        self._bases = BaseWriter(self._tier, self._roster, self._logbook, self._replicas, emit, self._announce)
+        self._halting = Halting(directory, self._roster, emit)
+        self._bases = BaseWriter(
+            self._tier, self._roster, self._logbook, self._replicas, self._halting.overhear, self._announce
+        )
         self._directory = directory
         self._fleet: Fleet | None = None
         self._ending = threading.Event()
@@ -119,6 +124,7 @@ class Keeper:
             for key, _ in self._selector.select(TICK_S):
                 key.data(key.fileobj)
             self._records.let_go_spent_rings()
+            self._halting.look(leaving_s=max(0.0, self._bases.took_s), alone=self._inline)
         self._ending.set()
         self._records.asked.set()
         for thread in self._threads:
@@ -198,6 +204,7 @@ class Keeper:
             case AskReplica():
                 channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is not None:
+                self._halting.obeyed(session.arena.live().step if session.arena is not None else 0)
                 session.done = message.final
                 session.alive = False
                 self._roster.idle_since = time.monotonic()
@@ -232,6 +239,7 @@ class Keeper:
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
+        self._halting.begin_life()
         sessions = self._roster.sessions
         for gone in [sessions.pop(rank) for rank in list(sessions) if rank not in hello.local_ranks]:
             self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
@@ -255,7 +263,9 @@ class Keeper:
 
         guests = guest_tier(hello.run, tiers.memory.path)
         forget_guests(guests, hello)
-        return Fleet(hello, node_name(), tiers, self._roster, guests, self._takers, self._emit, self._announce)
+        return Fleet(
+            hello, node_name(), tiers, self._roster, guests, self._tier, self._takers, self._emit, self._announce
+        )  # fmt: skip
 
     def _join(self, message: Join, hello: Hello) -> None:
         if self._fleet is None or self._fleet.has_joined:
@@ -305,8 +315,11 @@ class Keeper:
         if newest is not None:
             self._bases.read_back(sessions[0].hello.run, newest)
         is_held = any(s.outgrown or self._is_behind(s) for s in sessions)
-        is_held |= self._fleet is not None and not self._fleet.may_end and idle < linger + _FAREWELL_S
+        is_held |= self._fleet is not None and not self._fleet.may_end and idle < linger + self._farewell_s()
         return gives_up or not (is_held or (newest is not None and newest > self._logbook.base))
+
+    def _farewell_s(self) -> float:
+        return _FAREWELL_S if all(session.done for session in self._roster.all()) else _LAST_FLUSH_S
 
     def _is_behind(self, session: Session) -> bool:
         return session.ring is not None and self._logbook.is_behind(session.ring)

@@ -22,6 +22,7 @@ from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.session import Session, lease_all
 
 _TICK_S = 0.01
+_REST_S = 1.0
 _TRIES = 3  # of one step; then the others are told not to wait for it
 _ASK_AGAIN_S = 0.25  # after a trainer had no slot to lend
 _ROOM = 4  # slots: one is written, the newest two stay, and one is held for as long as it takes
@@ -76,7 +77,7 @@ class LaneWorker:
         self._kept: HeldBase | None = None  # and what all have brought, where that stays
         self._has_begun = not work.stays
         self._done, self._missed, self._seconds = NONE, NONE, 0.0
-        self._complete = NONE
+        self.complete = NONE  # the newest step that all nodes have brought, as far as this one has seen to it
         self._failures, self._retry_at = 0, 0.0
 
     @property
@@ -84,7 +85,7 @@ class LaneWorker:
         return self._work.name
 
     def status(self) -> Lane:
-        reach = self._work.reach(self._complete)
+        reach = self._work.reach(self.complete)
         return Lane(done=self._done, missed=self._missed, reach=reach, seconds=self._seconds)
 
     def held(self, step: int) -> HeldBase | None:
@@ -97,7 +98,7 @@ class LaneWorker:
             order = self._order()
             if not self._has_begun:
                 self._begin()
-            if order.complete > self._complete:
+            if order.complete > self.complete:
                 self._end_round(order.complete)
             if order.step > self._done and time.monotonic() >= self._retry_at:
                 self._try(order.step)  # also one that was missed, if all still wait for it
@@ -145,7 +146,7 @@ class LaneWorker:
             self._missed = max(self._missed, wanted if step is not None else NONE)
             return None
         if self._work.stays and self._held is not None:
-            self._done = self._complete  # what was brought of another step is worth nothing any more
+            self._done = self.complete  # what was brought of another step is worth nothing any more
         self._let_go()
         with self._lock:
             self._held = base
@@ -188,15 +189,19 @@ class LaneWorker:
         self._give_back(before)
 
     def _end_round(self, complete: int) -> None:
+        if time.monotonic() < self._retry_at:
+            return
         if self._work.stays:
             self._keep(complete)
         else:
             self._let_go()
         try:
-            self._work.over(complete, self._complete)
-        except Exception as error:  # what is left lies there for the next round
-            self._emit(Degraded(what=f"what step {complete} makes needless is still there", reason=str(error)))
-        self._complete = complete
+            self._work.over(complete, self.complete)
+        except Exception as error:  # whatever it is: it is tried again, and nobody is left in the dark
+            self._retry_at = time.monotonic() + _REST_S
+            self._emit(Degraded(what=f"step {complete} is not {_LEVEL[self.name]} yet", reason=str(error)))
+            return
+        self.complete = complete
 
 
 def _has_room(sessions: list[Session]) -> bool:

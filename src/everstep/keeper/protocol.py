@@ -65,6 +65,8 @@ class Hello(Message, frozen=True, kw_only=True):
     tiers: str = ""  # what guard() was given, as it is written
     secret: bytes = b""  # of this life, where there are several nodes,
     address: str = ""  # and where others are to find this node's keeper; port 0: any
+    began: float = 0.0  # when this life did,
+    end_time: float | None = None  # and when its allocation will end, if that is known
     replica: str = ""  # the kind of device on which the state is that a replica is to follow; empty: there is none
 
 
@@ -98,9 +100,10 @@ class Persist(Message, frozen=True, kw_only=True):
 
 
 class StopAt(Message, frozen=True, kw_only=True):
-    """Everybody leaves after this step (also passed on by the keeper)."""
+    """Everybody leaves after this step (also passed on by the keeper). `halt`: why, unless a signal asked for it."""
 
     step: int
+    halt: str = ""
 
 
 class BaseAt(Message, frozen=True, kw_only=True):
@@ -129,6 +132,12 @@ class Bye(Message, frozen=True, kw_only=True):
 class Welcome(Message, frozen=True, kw_only=True):
     leased: tuple[int, ...]
     address: str = ""  # where other nodes find this keeper
+
+
+class Halt(Message, frozen=True, kw_only=True):
+    """A halt is due: appoint the last step."""
+
+    why: str
 
 
 class Lease(Message, frozen=True, kw_only=True):
@@ -184,7 +193,7 @@ class Inherited(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Hello | Join | BaseAt | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
-    | Durable | Trouble | Inherited | AskReplica | Replicated | Hold | Held
+    | Durable | Trouble | Inherited | AskReplica | Replicated | Hold | Held | Halt
 )  # fmt: skip
 
 

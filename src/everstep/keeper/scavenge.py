@@ -20,12 +20,12 @@ from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import OWNER_NOTE, connect, find_runtime_folder, leave
 from everstep.store.claim import keep_away
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import committed_steps, run_name
-from everstep.store.places import Places
+from everstep.store.manifest import committed_steps, parity_steps, run_name, step_folders
+from everstep.store.places import Places, guests_in
 from everstep.topology import process_alive
 
 _NEWBORN_S = 60.0
-_UNCLEAR, _PARTIAL = "unclear", "holding a part of"  # how states begin in which memory is kept
+_UNCLEAR, _PARTIAL, _GUESTS = "unclear", "holding a part of", "holding parts"  # how states begin that keep memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,8 @@ def _look(folder: Path) -> Left:
         owner = _owner(folder)
         if _is_used(folder, arenas):
             state = "in use"
+        elif guests := _guest_steps(folder):
+            state = f"{_GUESTS} of other nodes, of step {max(guests)}"
         elif not _holds_any(arenas):
             state = "spent"
         elif owner is None:
@@ -195,6 +197,12 @@ def _held(tier: DiskTier, arenas: list[Arena], run: str) -> str:
     return f"holding step {max(steps)}" if steps else "spent"
 
 
+def _guest_steps(folder: Path) -> list[int]:
+    """The steps of which other nodes have entrusted something to this one."""
+    guests = guests_in(folder)
+    return [*step_folders(guests), *parity_steps(guests)]
+
+
 def _partial_steps(arenas: list[Arena]) -> list[int]:
     """The steps of ranks whose world is larger than what is on this node."""
     bases = [arena for arena in arenas if arena.kind in ("base", "replica")]
@@ -208,8 +216,17 @@ def _holds_any(arenas: list[Arena]) -> bool:
     return bool(whole_steps(arenas) or _rings(arenas) or _partial_steps(arenas))
 
 
-def give_back(left: Left, memory_path: str | None = None) -> str:
-    """Free the memory of a run that nobody uses, after saving what only it holds; says what was done."""
+def give_back(left: Left, memory_path: str | None = None, *, guests: bool = False) -> str:
+    """Free the memory of a run that nobody uses, after saving what only it holds; says what was done.
+
+    `guests`: also what this node holds for others, who may need it when they come back.
+    """
+    if left.state.startswith(_GUESTS):
+        if not guests:
+            return f"kept: {left.state}; --guests gives it up"
+        folder = arena_root(memory_path) / left.run
+        shutil.rmtree(guests_in(folder).root, ignore_errors=True)
+        left = _look(folder)  # what this node has of its own is another matter
     if left.directory is None:
         return _give_back(left, memory_path)
     with keep_away(left.directory) as is_away:  # a job that comes back now waits, and finds all of it on the disk

@@ -1,0 +1,49 @@
+"""The examples run, and show what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everstep.keeper.replica import environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OF_LAUNCHERS = ("OMPI_", "PMIX_", "SLURM", "EVERSTEP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
+
+
+def run(*command: object, timeout_s: float = 240.0) -> str:
+    clean = {name: value for name, value in environment().items() if not name.startswith(OF_LAUNCHERS)}
+    clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
+    ended = subprocess.run(
+        [str(word) for word in command], env=clean, capture_output=True, text=True, timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*_*")), ids=lambda path: path.name)
+def test_an_example_fits_a_page(example: Path) -> None:
+    assert len(example.read_text().splitlines()) < 80
+
+
+def test_a_lost_node_is_replaced_by_an_empty_one_and_the_job_goes_on_from_the_very_step(tmp_path: Path) -> None:
+    said = run("bash", EXAMPLES / "two_nodes.sh", tmp_path)
+    begun = re.findall(r"rank \d on (\w+): goes on from step (\w+)", said)
+    assert begun == [("one", "20"), ("two", "20"), ("one", "None"), ("two", "None")]
+    assert len(re.findall(r"step 40, weights \w{16}", said)) == 4
+    assert len(set(re.findall(r"weights (\w{16})", said))) == 1, said
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpirun_starts_a_job_and_starts_it_again(tmp_path: Path) -> None:
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+    train = [*mpirun, EXAMPLES / "mpirun_train.py", "--dir", tmp_path / "run"]
+    assert "2 ranks, resumed from step None, now at step 40" in run(*train)
+    assert "2 ranks, resumed from step 40, now at step 60" in run(*train, "--steps", "60")
