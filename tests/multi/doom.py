@@ -1,7 +1,7 @@
 """Keepers and ranks of one node that die at a chosen moment, or whose media refuse: what a test changes in them.
 
-A keeper that is to be changed is forked from a rank, so that it has what the test has changed. All of it happens once:
-whoever takes the place of the dead one lives.
+A keeper that is to be changed is forked from a rank, so that it has what the test has changed. One dies: whoever takes
+its place lives.
 """
 
 from __future__ import annotations
@@ -36,19 +36,6 @@ def keeper_with(change: Callable[[], None], *nodes: str) -> Prepare:
     return prepare
 
 
-def once(marker: Path, change: Callable[[], None]) -> Callable[[], None]:
-    """The first that comes is changed, those after it are not."""
-
-    def maybe() -> None:
-        try:
-            marker.touch(exist_ok=False)
-        except FileExistsError:
-            return
-        change()
-
-    return maybe
-
-
 def dies_before(operation: str, marker: Path, *, after: int = 0) -> Callable[[], None]:
     """SIGKILL before an operation whose name has this in it, on any tier; `after`: so many of them pass."""
     left = [after]
@@ -57,15 +44,12 @@ def dies_before(operation: str, marker: Path, *, after: int = 0) -> Callable[[],
         if operation in name:
             left[0] -= 1
             if left[0] < 0:
-                (marker.parent / f"{marker.name}-died").touch()
+                marker.touch()
                 die()
 
     def change() -> None:
-        for tier in (DiskTier, RemoteTier):
-            tier.before = staticmethod(before)  # type: ignore[assignment]
+        if not marker.exists():
+            for tier in (DiskTier, RemoteTier):
+                tier.before = staticmethod(before)  # type: ignore[assignment]
 
-    return once(marker, change)
-
-
-def died(marker: Path) -> bool:
-    return (marker.parent / f"{marker.name}-died").exists()
+    return change
