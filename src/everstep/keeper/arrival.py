@@ -41,7 +41,7 @@ def arrive(
             every_steps=every.steps, every_s=every.seconds, every_capture=settings.mode == "disk",
             lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
             torch=str(torch.__version__), replica=replica, tiers=str(settings.tiers), secret=secret,
-            address=f"{topology.own_address()}:0" if secret else "",
+            address=f"{topology.own_address(place)}:0" if secret else "",
         )
     )  # fmt: skip
     addresses = [answer.decode() for answer in topology.exchange(keeper.address.encode(), place)]
