@@ -11,6 +11,7 @@ from everstep.keeper.protocol import Hello
 from everstep.store.manifest import parity_folder, parity_steps, read_single_part, step_folder, step_folders
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
+from everstep.tiers import Tiers
 
 
 def forget_guests(guests: MemoryTier, hello: Hello) -> None:
@@ -22,6 +23,14 @@ def forget_guests(guests: MemoryTier, hello: Hello) -> None:
     for step in parity_steps(guests):
         if step > after:
             guests.delete_folder(parity_folder(step))
+
+
+def kept_on(name: str, tiers: Tiers, hello: Hello) -> Keep:
+    """How many checkpoints stay on a deeper tier."""
+    keep = tiers.shared.keep if name == "shared" and tiers.shared is not None else None
+    if keep is None:
+        return Keep(last=hello.keep_last, every=hello.keep_every)
+    return Keep(every=1) if keep == "all" else Keep(last=keep)
 
 
 class DeeperWork:

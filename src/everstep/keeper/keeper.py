@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.capture.arena import MEMFD, Arena
-from everstep.config import Keep
 from everstep.errors import KeeperLost
 from everstep.events import Degraded, Retired, Sink
 from everstep.keeper import flush
 from everstep.keeper.base_writer import BaseWriter
-from everstep.keeper.deeper import DeeperWork, forget_guests
+from everstep.keeper.deeper import DeeperWork, forget_guests, kept_on
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
@@ -260,9 +259,9 @@ class Keeper:
     def _join(self, message: Join, hello: Hello) -> None:
         if self._fleet is None or self._fleet.has_joined:
             return
-        keep, is_first = Keep(last=hello.keep_last, every=hello.keep_every), message.members[0].node == node_name()
+        tiers, is_first = gather(parse(hello.tiers, "Hello")), message.members[0].node == node_name()
         deeper = [
-            DeeperWork(name, tier, keep, hello.run, self._emit, retires=is_first)
+            DeeperWork(name, tier, kept_on(name, tiers, hello), hello.run, self._emit, retires=is_first)
             for name, tier in Places.written(self._directory).deeper_tiers().items()
         ]
         self._bases.appointed = partial(self._fleet.order, "disk") if self._has_many_nodes else None

@@ -47,6 +47,7 @@ class Order(Noun, frozen=True, kw_only=True):
     step: int = NONE  # do your part of the first base at or after this
     complete: int = NONE  # of this base all have done their parts,
     reach: int = NONE  # and records lead all of them to this step
+    missed: int = NONE  # the newest appointed step that some node could not bring there
 
 
 class Orders(Noun, frozen=True, kw_only=True):
@@ -140,7 +141,10 @@ class Rounds:
         return Orders(
             generation=self._generation, silent=tuple(sorted(self._nodes - self._newest.keys())),
             lanes={
-                name: Order(step=state.step, complete=state.complete, reach=self._reach(state))
+                name: Order(
+                    step=state.step, complete=state.complete, reach=self._reach(state),
+                    missed=max((lane.missed for lane in state.lanes.values()), default=NONE),
+                )
                 for name, state in self._states.items()
             },
         )  # fmt: skip

@@ -39,6 +39,13 @@ class Carrier:
         layout, info = image.parse(data, len(data), file=f"rank {holding.rank} of {holding.node}")
         return layout, info, data
 
+    def image_for(self, rank: int, holding: Holding) -> Image | None:
+        """The same for one rank alone: it reads what its node has, and only what must travel concerns the others."""
+        if self._is_carried(holding) and self._place.nodes[rank] != holding.node:
+            found = self.image(holding)
+            return found if rank == self._place.rank else None
+        return self._sources.fetch(holding) if rank == self._place.rank else None
+
     def values(self, holding: Holding, *, copy: bool = False) -> RecordImage:
         if not self._is_carried(holding):
             return self._sources.values(holding, copy=copy)
