@@ -222,9 +222,31 @@ def fork_keeper(run: str, directory: Path, before: Callable[[], None] = lambda: 
     os.waitpid(child, 0)
 
 
-def meeting_place() -> TCPStore:
-    """Where ranks find each other, as torchrun has it: a port that is bound when it is chosen."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+class MeetingPlace:
+    """Where ranks find each other, as torchrun has it: a port that is bound when it is chosen.
+
+    The store is in a process of its own, because its threads would hold locks while ranks are forked beside them.
+    """
+
+    def __init__(self) -> None:
+        hear, tell = os.pipe()
+        until, self._until = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._until)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(tell, str(store.port).encode())
+            os.read(until, 1)  # ends when the other end is closed
+            os._exit(0)
+        os.close(until)
+        os.close(tell)
+        self.port = int(os.read(hear, 16))
+        os.close(hear)
+
+    def close(self) -> None:
+        os.close(self._until)
+        os.kill(self._pid, signal.SIGKILL)  # ranks that were forked meanwhile have the other end, too
+        os.waitpid(self._pid, 0)
 
 
 def way_to(port: int) -> dict[str, str]:

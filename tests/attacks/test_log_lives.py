@@ -17,6 +17,8 @@ from everstep import Disk, Memory
 from everstep.capture.arena import find_arenas
 from everstep.capture.host import arena_root
 from everstep.cli import app
+from everstep.keeper.base_writer import BaseWriter
+from everstep.keeper.logbook import Logbook
 
 SELDOM = [Disk(every=100)]
 
@@ -46,14 +48,23 @@ def in_memory(directory: Path) -> list[str]:
 def test_gc_saves_the_records_of_a_dead_run_and_takes_none_of_them_for_a_state(durable: bool, tmp_path: Path) -> None:
     """Base 1 and records 2 to 4 are in memory, and perhaps the base on disk."""
 
+    def hold_the_keeper_back() -> None:
+        Logbook.take = lambda *_, **__: 0  # type: ignore[method-assign]
+        BaseWriter._due = lambda _: None  # type: ignore[method-assign]
+
     def at_step(run: everstep.Run) -> None:
         if run.step == 1 and durable:
             run.wait("durable")
-        die_at(4)(run)
+            hold_the_keeper_back()
+        die_at(4, lambda run: run.wait("sealed"))(run)
 
-    tiers = [*SELDOM, Memory(path=str(tmp_path))]
+    def life() -> dict[str, Any]:
+        if not durable:
+            hold_the_keeper_back()
+        return train_log(directory, at_step, records_a_base=8, tiers=[*SELDOM, Memory(path=str(tmp_path))])
+
     with run_directory() as directory:
-        assert live(lambda: train_log(directory, at_step, records_a_base=8, tiers=tiers)).killed
+        assert live(life).killed
         said = CliRunner().invoke(app, ["gc", "--dry-run", "--memory", str(tmp_path)], env={"COLUMNS": "400"}).output
         assert "holding step 4" in said
         said = CliRunner().invoke(app, ["gc", "--memory", str(tmp_path)], env={"COLUMNS": "400"}).output

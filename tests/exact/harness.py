@@ -39,7 +39,7 @@ from everstep.keeper.client import keeper_pid
 from everstep.tune.controller import Measured
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import Countdown, meeting_place, way_to
+from lives import Countdown, MeetingPlace, way_to
 
 SEED = 7
 PLACES = ("asked", "given", "forward", "backward", "step")
@@ -335,7 +335,7 @@ class Stage:
         """
         self.lives += 1
         self.directory.mkdir(parents=True, exist_ok=True)
-        store = meeting_place() if world > 1 else None
+        store = MeetingPlace() if world > 1 else None
         port = store.port if store is not None else 0
         ranks = [
             _forked.Process(
@@ -364,6 +364,8 @@ class Stage:
             for process in ranks:
                 process.kill()
                 process.join()
+            if store is not None:
+                store.close()
         if after_s is None:
             assert left > 0, f"life {self.lives} did not end\n{self.errors()}"
         return [process.exitcode for process in ranks]

@@ -1,7 +1,7 @@
 """Ranks of a program that speaks SCR: forked processes over gloo, on nodes that can be lost.
 
-A node has a name, a cache, an arena and a keeper of its own; the prefix is common. What an app returns on each rank, and
-why it did not, reaches the test.
+A node has a name, a cache, an arena and a keeper of its own; the prefix is common. What an app returns on each rank,
+and why it did not, reaches the test.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from lives import MeetingPlace, way_to
 
 import everstep
 from everstep.capture.host import arena_root
@@ -62,26 +62,25 @@ class Nodes:
     def live(self, app: App, *, timeout_s: float = 60.0, order: Sequence[str] | None = None) -> list[Ended]:
         """One start of the job. All ranks have ended, or were ended, when this returns."""
         places = [node for node in order or self.names for _ in range(self.ranks[node])]
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-        children = {}
+        children, meeting = {}, MeetingPlace()
         for rank, node in enumerate(places):
             hear, tell = os.pipe()
             pid = os.fork()
             if pid == 0:
                 os.close(hear)
-                self._be(rank, node, len(places), port, app, tell)
+                self._be(rank, node, len(places), meeting.port, app, tell)
             os.close(tell)
             children[pid] = (rank, hear)
-        return _await(children, timeout_s)
+        try:
+            return _await(children, timeout_s)
+        finally:
+            meeting.close()
 
     def _be(self, rank: int, node: str, world: int, port: int, app: App, tell: int) -> None:
         answer: dict[str, Any] = {}
         try:
             os.environ |= {
-                "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                **self.environment(node),
+                "RANK": str(rank), "WORLD_SIZE": str(world), **way_to(port), **self.environment(node),
             }  # fmt: skip
             os.chdir(self.prefix)
             torch.set_num_threads(1)

@@ -77,9 +77,9 @@ def seal(arena: Arena, layout: ImageLayout, step: int) -> None:
 def write(tier: ObjectTier, arenas: list[tuple[Arena, ImageLayout]], step: int) -> None:
     for arena, layout in arenas:
         seal(arena, layout, step)
-        assert not flush.commit(tier, step, WORLD, GENERATION), "a commit before every part is there"
+        assert not flush.commit(tier, step, range(WORLD), WORLD, GENERATION), "a commit before every part is there"
         assert flush.persist_part(tier, arena, step % 2, torch_version="x") is not None
-    assert flush.commit(tier, step, WORLD, GENERATION)
+    assert flush.commit(tier, step, range(WORLD), WORLD, GENERATION)
 
 
 def home(tier: ObjectTier, step: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_bases_of_two_ranks_are_committed_on_an_object_store_and_come_home(
 ) -> None:
     for step in (1, 2, 3):
         write(tier, arenas, step)
-    assert flush.commit(tier, 3, WORLD, GENERATION), "a second keeper that commits the same is no failure"
+    assert flush.commit(tier, 3, range(WORLD), WORLD, GENERATION), "a second keeper that commits the same is no failure"
     assert committed_steps(tier) == [1, 2, 3] and run_name(tier) == RUN
     assert all(torch.equal(home(tier, step), weights(step)) for step in (1, 2, 3))
     assert flush.retire(tier, Keep(last=2), RUN) == [1]
@@ -125,7 +125,7 @@ def test_a_part_is_written_anew_over_what_a_dead_keeper_left(
         tier.before = die
         with pytest.raises(KeyboardInterrupt):
             flush.persist_part(tier, arena, 0, torch_version="x")
-        assert not flush.commit(tier, 2, WORLD, GENERATION)
+        assert not flush.commit(tier, 2, range(WORLD), WORLD, GENERATION)
     tier.before = lambda operation: None
     write(tier, arenas, 2)
     assert torch.equal(home(tier, 2), weights(2))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lives import digest, live, meeting_place, must_finish, run_directory, run_of, way_to
+from lives import MeetingPlace, digest, live, must_finish, run_directory, run_of, way_to
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -198,7 +198,7 @@ def test_where_it_stands_is_told(directory: Path, capsys: pytest.CaptureFixture[
 
 
 def two_ranks(directory: Path, at_step: At = lambda run: None, **options: Any) -> list[dict[str, Any] | None]:
-    store = meeting_place()
+    store = MeetingPlace()
 
     def rank(number: int) -> dict[str, Any]:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), **way_to(store.port)}
@@ -210,6 +210,7 @@ def two_ranks(directory: Path, at_step: At = lambda run: None, **options: Any) -
         os._exit(0 if live(lambda: rank(1)).result is not None else 1)
     first = live(lambda: rank(0))
     _, status = os.waitpid(pid, 0)
+    store.close()
     return [first.result, {} if status == 0 else None]
 
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 import torch._dynamo  # once, before ranks are forked: it takes seconds
 import torch.distributed as dist
-from lives import digest, meeting_place, way_to
+from lives import MeetingPlace, digest, way_to
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -95,7 +95,7 @@ class Cluster:
     ) -> list[Ended]:
         """One start of the job on these nodes, ranks in their order; all ranks end, or are ended, before it returns."""
         places = [node for node in (order or self.nodes) for _ in range(self.ranks[node])]
-        store = meeting_place()
+        store = MeetingPlace()
         children = {}
         for rank, node in enumerate(places):
             hear, tell = os.pipe()
@@ -105,7 +105,10 @@ class Cluster:
                 self._be(rank, node, len(places), store.port, at_step, tell, options)
             os.close(tell)
             children[pid] = (rank, hear)
-        return self._await(children, timeout_s)
+        try:
+            return self._await(children, timeout_s)
+        finally:
+            store.close()
 
     def _be(
         self, rank: int, node: str, world: int, port: int, at_step: AtStep, tell: int, options: dict[str, Any]

@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import STEPS, Cluster, die_at, results
 
-from everstep import Parity, Partner
+from everstep import Parity, Partner, Shared
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import committed_steps
 
 
 @pytest.fixture
@@ -67,3 +69,28 @@ def test_a_lost_node_is_made_good_by_the_others(lost: int, scheme: str, cluster:
     ended = results(nodes.live())
     assert [one["resumed_from"] for one in ended] == [5] * 4
     assert {one["state"] for one in ended} == {undisturbed(1, 1, 1, 1)}
+
+
+def test_when_all_caches_are_gone_the_shared_tier_is_read(cluster: Any, undisturbed: Any) -> None:
+    nodes = cluster(1, 1)
+    nodes.options["tiers"] = [Shared(str(nodes.root / "lustre"), every=2)]
+    nodes.live(die_at(5, level="shared"))
+    nodes.lose(*nodes.nodes)
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [5, 5]
+    assert {one["state"] for one in ended} == {undisturbed(1, 1)}
+    shared = DiskTier(nodes.root / "lustre")
+    assert committed_steps(shared)[-1] == STEPS, "a job that ends leaves its newest step on the deepest tier"
+
+
+@pytest.mark.parametrize("survivor", ["shared", "own disks"])
+def test_one_node_alone_uses_deeper_tiers_too(survivor: str, cluster: Any, undisturbed: Any) -> None:
+    nodes = cluster(2)
+    nodes.options["tiers"] = [Shared(str(nodes.root / "lustre"), every=2)]
+    nodes.live(die_at(4, level="shared"))
+    if survivor == "shared":
+        nodes.lose(*nodes.nodes)
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [4, 4]
+    assert {one["state"] for one in ended} == {undisturbed(2)}
+    assert committed_steps(DiskTier(nodes.root / "lustre"))[-1] == STEPS

@@ -13,10 +13,13 @@ from everstep.types import Attempt, Holding, Plan, Rejection, Survey
 STEPS, GENERATIONS, WORLDS, NODES = range(1, 4), ("aa", "bb"), (1, 2, 3), ("n1", "n2")
 
 
-def held(*, source: str, step: int, rank: int, world: int, generation: str = "aa", node: str = "n1") -> Holding:
+def held(
+    *, source: str, step: int, rank: int, world: int, generation: str = "aa", node: str = "n1", everywhere: bool = False
+) -> Holding:
     return Holding(
-        source=source, node=node, step=step, rank=rank, world=world, generation=generation, bytes=1, cut_time=0.0
-    )  # type: ignore[arg-type]
+        source=source, node=node, step=step, rank=rank, world=world, generation=generation, bytes=1, cut_time=0.0,
+        everywhere=everywhere,
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 places = st.frozensets(st.tuples(st.sampled_from(["memory", "disk"]), st.sampled_from(NODES)), max_size=4)
@@ -24,10 +27,19 @@ places = st.frozensets(st.tuples(st.sampled_from(["memory", "disk"]), st.sampled
 
 @st.composite
 def one_life_of_a_step(draw: st.DrawFn) -> list[Holding]:
-    """Some parts of one step, each in any number of places."""
+    """Some parts of one step, each in any number of places; disks are common to all nodes, or each has its own."""
+    is_common = draw(st.booleans())
     step, generation, world = (draw(st.sampled_from(of)) for of in (STEPS, GENERATIONS, WORLDS))
     return [
-        held(source=source, node=node, step=step, rank=rank, world=world, generation=generation)
+        held(
+            source=source,
+            node=node,
+            step=step,
+            rank=rank,
+            world=world,
+            generation=generation,
+            everywhere=is_common and source == "disk",
+        )
         for rank in range(world)
         for source, node in sorted(draw(places))
     ]
@@ -50,7 +62,7 @@ many = settings(max_examples=250, deadline=None, derandomize=True)
 
 
 def readable(holding: Holding, nodes: set[str]) -> bool:
-    return holding.source == "disk" or nodes == {holding.node}
+    return holding.everywhere or holding.node in nodes
 
 
 def whole_steps(survey: Survey, nodes: set[str]) -> set[int]:

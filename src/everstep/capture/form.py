@@ -20,7 +20,7 @@ from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Share, S
 from everstep.capture.life import Life
 from everstep.capture.shape import Shape, group_alike
 from everstep.capture.sheet import Sheet, lay_out_sheet
-from everstep.capture.update import Call
+from everstep.capture.update import Call, kinds_of_device, parameters_of
 from everstep.image import FORMAT, ImageLayout
 from everstep.topology import Topology
 from everstep.types import Codec, ImageInfo, PackedBuffer
@@ -43,7 +43,6 @@ class Consumer:
     cuts: list[dict[int, Share]]  # those of which this rank has only some rows
     targets: list[list[list[Tensor]]]  # slot -> list -> tensors
     members: list[int]  # the optimizer's parameters, by id
-    packed: list[Tensor]  # those that are recorded as a compressor packed them
     others: list[Tensor]  # parameters that had no gradient to record when the form was made,
     frozen: list[str]  # and their names
     scalars: list[tuple[str, list[Tensor]]]  # device values of the call, and where they go, for every slot
@@ -117,7 +116,6 @@ class _Content:
     small: list[Share]
     large: list[Share]
     digest: Share
-    covered: set[int]  # parameters whose gradients are packed, by id
 
     @property
     def record(self) -> list[Share]:
@@ -154,7 +152,6 @@ def _content(
         small=[s for s in shape.shares if s.entry.at_cut and s not in large],
         large=large,
         digest=_whole(_private(DIGEST, sums)),
-        covered=covered,
     )
 
 
@@ -179,7 +176,7 @@ def make_form(
     info = ImageInfo(
         format=FORMAT, run=life.run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
         codec=codec, has_values=bool(content.large),
-        devices=tuple(sorted({p.device.type for optimizer in subjects.optimizers for p in parameters_of(optimizer)})),
+        devices=tuple(kinds_of_device(subjects.optimizers)),
     )  # fmt: skip
     layout = lay_out_sheet(content.record, info, shape.layout.extras_bytes)
     record = Sheet.make(content.record, layout, arena_for(layout, "log"))
@@ -200,7 +197,6 @@ def make_form(
             cuts=[{i: s for i, s in enumerate(one) if s.bytes != s.entry.tensor.nbytes} for one in lists],
             targets=[[[targets[slot] for targets in one] for one in found] for slot in range(len(record.flats))],
             members=list(map(id, members)),
-            packed=[p for p in members if id(p) in content.covered],
             others=[p for p in members if not p.requires_grad],
             frozen=[names[id(p)] for p in members if not p.requires_grad],
             scalars=[(name, record.targets(item)) for (i, name), item in content.calls.items() if i == index],
@@ -234,10 +230,6 @@ def _buffer(parameters: Sequence[Tensor], names: dict[int, str]) -> PackedBuffer
 def tree_of_base(tree: dict[str, Any]) -> dict[str, Any]:
     """A record's tree as a base of its step would have it."""
     return {key: value for key, value in tree.items() if key not in _ONLY_IN_RECORDS}
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _gradient_of(entry: Entry) -> Entry:

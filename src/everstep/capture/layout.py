@@ -100,8 +100,13 @@ def is_replicated(module: nn.Module) -> bool:
     return isinstance(module, nn.parallel.DistributedDataParallel)
 
 
-def _numbered(prefix: str, items: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(prefix, items[0])] if len(items) == 1 else [(f"{prefix}.{i}", item) for i, item in enumerate(items)]
+def optimizer_name(index: int, count: int) -> str:
+    """How one of so many optimizers is called."""
+    return _numbered("optimizer", index, count)
+
+
+def _numbered(name: str, index: int, count: int) -> str:
+    return name if count == 1 else f"{name}.{index}"
 
 
 @dataclass(slots=True)
@@ -123,13 +128,17 @@ class Subjects:
     compressor: Compressor | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict)  # from extra=
 
+    def _named_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        count = len(self.optimizers)
+        return [(optimizer_name(i, count), optimizer) for i, optimizer in enumerate(self.optimizers)]
+
     def names(self) -> dict[int, str]:
         """The full name of every parameter, by its id."""
         found: dict[int, str] = {}
         for prefix, model in self.named_modules():
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 found.setdefault(id(parameter), f"{prefix}.{plain_name(name)}")
-        for prefix, optimizer in _numbered("optimizer", self.optimizers):
+        for prefix, optimizer in self._named_optimizers():
             for g, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
                     found.setdefault(id(parameter), f"{prefix}.params.{g}.{i}")
@@ -146,7 +155,8 @@ class Subjects:
         )
 
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        return _numbered("model", self.models) + [(f"extra.{key}", module) for key, module in self.modules.items()]
+        models = [(_numbered("model", i, len(self.models)), model) for i, model in enumerate(self.models)]
+        return models + [(f"extra.{key}", module) for key, module in self.modules.items()]
 
     def listing(self) -> Listing:
         names = self.names()
@@ -173,7 +183,7 @@ class Subjects:
         common: dict[int, bool] = {}
         for prefix, model in self.named_modules():
             _list_module(prefix, model, gate, common, add, watch, at_cut)
-        for i, (prefix, optimizer) in enumerate(_numbered("optimizer", self.optimizers)):
+        for i, (prefix, optimizer) in enumerate(self._named_optimizers()):
             watch.grows(optimizer.state)
             watch.grows(optimizer.param_groups)
             for group in optimizer.param_groups:

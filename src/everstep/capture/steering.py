@@ -14,12 +14,11 @@ from statistics import median
 
 import msgspec
 
-from everstep.capture.form import parameters_of
 from everstep.capture.gradients import Recorder
 from everstep.capture.layout import Subjects, is_replicated
 from everstep.capture.life import Life
 from everstep.capture.snapshot import Capture
-from everstep.capture.update import kinds_of_device, why_no_replica
+from everstep.capture.update import kinds_of_device, parameters_of, why_no_replica
 from everstep.events import Chose, Degraded, Sink, Tuned
 from everstep.topology import exchange
 from everstep.tune.controller import Controller, Measured, merge

@@ -71,7 +71,7 @@ def why_not(optimizer: optim.Optimizer) -> str:
         return f"{name} calls the model several times in one step"
     if isinstance(optimizer, optim.SparseAdam):
         return f"{name} takes sparse gradients"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     if len(set(map(id, parameters))) < len(parameters):
         return f"{name} has a parameter twice"
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -130,7 +130,11 @@ def flushes_denormals() -> bool:
 
 
 def kinds_of_device(optimizers: Iterable[optim.Optimizer]) -> list[str]:
-    return sorted({p.device.type for o in optimizers for group in o.param_groups for p in group["params"]})
+    return sorted({parameter.device.type for one in optimizers for parameter in parameters_of(one)})
+
+
+def parameters_of(optimizer: optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @dataclass(slots=True, kw_only=True)

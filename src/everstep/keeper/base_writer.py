@@ -16,7 +16,7 @@ from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello, Trouble
 from everstep.keeper.replica import Replicas
 from everstep.keeper.roster import Roster
-from everstep.keeper.rounds import NONE, Lane, Order
+from everstep.keeper.rounds import Lane, Order
 from everstep.keeper.session import TICK_S, Session, lease_all
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
@@ -40,7 +40,6 @@ class BaseWriter:
         self._retry_at = 0.0
         self.failures = 0  # in a row
         self.appointed: Callable[[], Order] | None = None  # where all nodes write the same step, which one
-        self._missed = NONE
 
     def ask(self) -> None:
         """Somebody waits: do not sleep a whole tick, nor after a failure."""
@@ -70,19 +69,32 @@ class BaseWriter:
     def _due(self) -> int | None:
         sessions = self._roster.ready()
         newest, base = self._roster.newest(), self._logbook.base
-        if not sessions or newest is None or newest <= base or time.monotonic() < self._retry_at:
+        if not sessions or time.monotonic() < self._retry_at:
             return None
         hello = sessions[0].hello
-        if self.appointed is not None and any(s.alive for s in sessions):
-            return self._appointed(self.appointed())
+        if self.appointed is not None:
+            return self._appointed(self.appointed(), hello, is_alive=any(s.alive for s in sessions))
+        if newest is None or newest <= base:
+            return None
         if self._is_waited_for(sessions) or hello.every_capture or not any(s.alive for s in sessions):
             return newest
         every = _cadence(hello, self.took_s)
         return newest if every.due(newest, time.monotonic(), base if base >= 0 else None, self._last_at) else None
 
-    def _appointed(self, order: Order) -> int | None:
-        """The first base at or after the step that all nodes write next."""
-        return self._roster.first_base(order.step) if order.step > self._wrote else None
+    def _appointed(self, order: Order, hello: Hello, *, is_alive: bool) -> int | None:
+        """The first base at or after the step that all nodes write next.
+
+        When the trainers are gone, every base that is only in memory: which of them all nodes have, nobody may know.
+        """
+        if order.complete > self._logbook.base:
+            flush.commit(self._tier, order.complete, hello.ranks_here, hello.world, hello.generation)
+            self._logbook.base = self._newest_committed()
+        if is_alive:
+            return self._roster.first_base(order.step) if order.step > max(self._wrote, order.complete) else None
+        return self._roster.first_base(max(self._wrote, self._logbook.base) + 1)
+
+    def _newest_committed(self) -> int:
+        return max(committed_steps(self._tier), default=-1)
 
     def status(self) -> Lane:
         """How far this node's disk is, for the others."""
@@ -116,7 +128,8 @@ class BaseWriter:
                     self._roster.give_back(session, slot)
         if size is None:
             return
-        self._logbook.base = self._wrote = step
+        self._wrote = step
+        self._logbook.base = self._newest_committed() if self.appointed is not None else step
         while self._roster.overtaken:
             arena = self._roster.overtaken.pop()
             arena.remove()
@@ -131,7 +144,10 @@ class BaseWriter:
     def _persist(
         self, step: int, sessions: list[Session], arenas: list[Arena | None], slots: list[int | None]
     ) -> int | None:
-        """Every local rank's part, and the commit; the bytes, or None if not all of it is to be had (yet)."""
+        """Every local rank's part, and the commit; the bytes, or None if not all of it is to be had (yet).
+
+        The last keeper to have its parts in place commits; with several nodes the others have done theirs.
+        """
         if None in slots:
             return None
         size, generation = 0, ""
@@ -146,13 +162,15 @@ class BaseWriter:
             if part is None:
                 return None
             size, generation = size + part.bytes, part.generation
-        # The last keeper to have its parts in place commits.
         hello = sessions[0].hello
-        return size if flush.commit(self._tier, step, hello.ranks_here, hello.world, generation) else None
+        is_last = flush.commit(self._tier, step, hello.ranks_here, hello.world, generation)
+        return size if is_last or self.appointed is not None else None
 
     def _retire(self, hello: Hello) -> None:
         """Let go what the newest base makes needless."""
-        for gone in flush.retire(self._tier, Keep(last=hello.keep_last, every=hello.keep_every), hello.run):
+        before = self.appointed().complete if self.appointed is not None else None
+        keep = Keep(last=hello.keep_last, every=hello.keep_every)
+        for gone in flush.retire(self._tier, keep, hello.run, before=before):
             self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
         flush.clean(self._tier)
         with self._logbook.writing:

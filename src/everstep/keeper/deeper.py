@@ -11,7 +11,7 @@ from everstep.keeper.protocol import Hello
 from everstep.store.manifest import parity_folder, parity_steps, read_single_part, step_folder, step_folders
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
-from everstep.tiers import Tiers
+from everstep.tiers import gather, parse
 
 
 def forget_guests(guests: MemoryTier, hello: Hello) -> None:
@@ -25,9 +25,10 @@ def forget_guests(guests: MemoryTier, hello: Hello) -> None:
             guests.delete_folder(parity_folder(step))
 
 
-def kept_on(name: str, tiers: Tiers, hello: Hello) -> Keep:
+def _kept_on(name: str, hello: Hello) -> Keep:
     """How many checkpoints stay on a deeper tier."""
-    keep = tiers.shared.keep if name == "shared" and tiers.shared is not None else None
+    shared = gather(parse(hello.tiers, "Hello")).shared
+    keep = shared.keep if name == "shared" and shared is not None else None
     if keep is None:
         return Keep(last=hello.keep_last, every=hello.keep_every)
     return Keep(every=1) if keep == "all" else Keep(last=keep)
@@ -36,30 +37,34 @@ def kept_on(name: str, tiers: Tiers, hello: Hello) -> Keep:
 class DeeperWork:
     shows = False
 
-    def __init__(self, name: str, tier: Tier, keep: Keep, run: str, emit: Sink, *, retires: bool) -> None:
+    def __init__(self, name: str, tier: Tier, hello: Hello, emit: Sink, *, retires: bool) -> None:
         """`retires`: this node lets go what all no longer need."""
-        self.name, self._tier, self._keep, self._run = name, tier, keep, run
-        self._emit, self._retires = emit, retires
+        self.name, self._tier, self._hello, self._emit, self._retires = name, tier, hello, emit, retires
 
     def do(self, base: HeldBase) -> None:
         for arena, slot, seal in base.images():
             if self._has(base.step, arena.rank, seal.generation, seal.length):
                 continue  # brought before something failed
-            if flush.persist_part(self._tier, arena, slot, torch_version=base.hello.torch) is None:
+            if flush.persist_part(self._tier, arena, slot, torch_version=self._hello.torch) is None:
                 raise Damaged("it was overwritten while it was read", tier="memory", step=base.step, rank=arena.rank)
-        hello = base.hello
-        flush.commit(self._tier, base.step, range(hello.world), hello.world, hello.generation)
+        self._commit(base.step)
 
     def _has(self, step: int, rank: int, generation: str, size: int) -> bool:
         try:
-            part = read_single_part(self._tier, step, rank, self._run, step_folder)
+            part = read_single_part(self._tier, step, rank, self._hello.run, step_folder)
         except (FileNotFoundError, Damaged):
             return False
         return (part.generation, part.bytes) == (generation, size)
 
+    def _commit(self, step: int) -> None:
+        """By whoever brings the last part; where that one could not see the others', by the one who cleans up."""
+        world = self._hello.world
+        flush.commit(self._tier, step, range(world), world, self._hello.generation)
+
     def over(self, base: int, before: int) -> None:
-        self._emit(Sank(step=base, tier=self.name))
         if self._retires:
-            for gone in flush.retire(self._tier, self._keep, self._run):
+            self._commit(base)
+            for gone in flush.retire(self._tier, _kept_on(self.name, self._hello), self._hello.run):
                 self._emit(Retired(step=gone, reason=f"newer checkpoints are on {self._tier.name}"))
             flush.clean(self._tier)
+        self._emit(Sank(step=base, tier=self.name))

@@ -115,15 +115,17 @@ def sound_steps(tier: Tier, run: str, *, read_all: bool = True) -> Iterator[int]
         yield step
 
 
-def retire(tier: Tier, keep: Keep, run: str, *, read_all: bool = False) -> list[int]:
+def retire(tier: Tier, keep: Keep, run: str, *, read_all: bool = False, before: int | None = None) -> list[int]:
     """Let go what the policy lets go: commits first, so that no commit ever names what is not there.
 
-    Of what is damaged nothing counts as kept, so the last restorable checkpoint stays.
+    Of what is damaged nothing counts as kept, so the last restorable checkpoint stays. `before`: the newest step that
+    all nodes have, where each has its own parts only; nothing from there on goes, however old it is.
     """
     committed = committed_steps(tier)
     sound = list(islice(sound_steps(tier, run, read_all=read_all), keep.last))
     looked_at = [step for step in committed if len(sound) < keep.last or step >= sound[-1]]
     gone = to_retire(committed, keep, damaged=set(looked_at) - set(sound))
+    gone = [step for step in gone if before is None or step < before]
     for step in gone:
         remove_checkpoint(tier, step)
     return gone

@@ -24,7 +24,7 @@ from everstep.errors import KeeperLost
 from everstep.events import Degraded, Retired, Sink
 from everstep.keeper import flush
 from everstep.keeper.base_writer import BaseWriter
-from everstep.keeper.deeper import DeeperWork, forget_guests, kept_on
+from everstep.keeper.deeper import DeeperWork, forget_guests
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
@@ -230,7 +230,8 @@ class Keeper:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
         self._generation = hello.generation
         sessions = self._roster.sessions
-        for gone in [sessions.pop(rank) for rank in list(sessions) if rank >= hello.world]:
+        elsewhere = [rank for rank in sessions if rank >= hello.world or (hello.here and rank not in hello.here)]
+        for gone in map(sessions.pop, elsewhere):
             self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
         with self._logbook.writing:
             self._logbook.overtake(hello)
@@ -259,9 +260,9 @@ class Keeper:
     def _join(self, message: Join, hello: Hello) -> None:
         if self._fleet is None or self._fleet.has_joined:
             return
-        tiers, is_first = gather(parse(hello.tiers, "Hello")), message.members[0].node == node_name()
+        is_first = message.members[0].node == node_name()
         deeper = [
-            DeeperWork(name, tier, kept_on(name, tiers, hello), hello.run, self._emit, retires=is_first)
+            DeeperWork(name, tier, hello, self._emit, retires=is_first)
             for name, tier in Places.written(self._directory).deeper_tiers().items()
         ]
         self._bases.appointed = partial(self._fleet.order, "disk") if self._has_many_nodes else None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from everstep.capture.digest import MODULUS, digest, number
 from everstep.capture.extras import decode, encode
 from everstep.capture.form import CALL, DIGEST, GRADIENT, tree_of_base
-from everstep.capture.layout import TORCH_DTYPES
+from everstep.capture.layout import TORCH_DTYPES, optimizer_name
 from everstep.capture.update import Call, Double, Member, rebuild, recorded_call
 from everstep.image import ImageLayout, Wanted, extras_of, lay_out
 from everstep.types import ImageInfo, OptimizerInfo, Piece
@@ -102,7 +102,7 @@ def _state(view: View, info: ImageInfo) -> Iterator[tuple[str, str, str]]:
 
 
 def _prefix(info: ImageInfo, index: int) -> str:
-    return "optimizer" if len(info.optimizers) == 1 else f"optimizer.{index}"
+    return optimizer_name(index, len(info.optimizers))
 
 
 class Image:

@@ -75,12 +75,13 @@ class Roster:
 def _newest_base(sessions: list[Session], wanted: int) -> int | None:
     """The newest step that every rank has sealed, in one generation.
 
-    Among several keepers only the steps that all of them would choose: every so many, and what is waited for.
+    Among several keepers that do not know each other only the steps that all of them would choose: every so many, and
+    what is waited for.
     """
     stride = 1
     sealed = []
     for session in sessions:
-        if session.hello.local < session.hello.world:
+        if session.hello.local < session.hello.world and not session.hello.secret:
             stride = session.hello.every_steps or _MANY_NODES_STRIDE
         assert session.arena is not None
         sealed.append(_sealed(session.arena))

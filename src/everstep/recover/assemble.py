@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everstep.capture.extras import decode
-from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost
+from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost, optimizer_name
 from everstep.errors import Damaged, Mismatch
 from everstep.image import ImageLayout, extras_of
 from everstep.store.manifest import uncovered
@@ -180,7 +180,7 @@ def _same_optimizers(checkpoint: Checkpoint, subjects: Subjects) -> Iterator[tup
     before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
     for index, optimizer in enumerate(subjects.optimizers):
         if index < len(before) and before[index].type == after[index].type:
-            yield ("optimizer" if len(after) == 1 else f"optimizer.{index}"), index, optimizer
+            yield optimizer_name(index, len(after)), index, optimizer
 
 
 def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects) -> None:

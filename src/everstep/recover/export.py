@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everstep.capture.layout import optimizer_name
 from everstep.errors import BadConfig
 from everstep.recover.assemble import Checkpoint
 
@@ -56,7 +57,7 @@ def optimizer_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     found = []
     infos = checkpoint.info.optimizers
     for i, (info, saved) in enumerate(zip(infos, checkpoint.extras["optimizers"], strict=True)):
-        prefix = "optimizer" if len(infos) == 1 else f"optimizer.{i}"
+        prefix = optimizer_name(i, len(infos))
         tensors = checkpoint.state_names(prefix)
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from everstep.capture.digest import MODULUS, added, digest, number, state_digest
-from everstep.capture.layout import Entry, Share, Subjects, share
+from everstep.capture.layout import Entry, Share, Subjects, optimizer_name, share
 from everstep.capture.update import (
     Call,
     Consumed,
@@ -29,6 +29,7 @@ from everstep.capture.update import (
     is_elementwise,
     is_sliceable,
     like_parameter,
+    parameters_of,
     rebuild,
     rows_of,
     state_rows,
@@ -74,7 +75,7 @@ def subjects_of(checkpoint: Checkpoint) -> Subjects:
                 models.setdefault(kind, nn.Module())._parameters[rest] = parameters[name]
     optimizers = []
     for i, (info, saved) in enumerate(zip(checkpoint.info.optimizers, checkpoint.extras["optimizers"], strict=True)):
-        prefix = "optimizer" if len(checkpoint.info.optimizers) == 1 else f"optimizer.{i}"
+        prefix = optimizer_name(i, len(checkpoint.info.optimizers))
         tensors = checkpoint.state_names(prefix)
         state = {
             name: {key: checkpoint.tensor(full) for key, full in tensors.get(name, {}).items()}
@@ -91,17 +92,13 @@ def _independent(subjects: Subjects) -> list[int]:
     """The optimizers whose rows can be taken apart: elementwise, and no other optimizer writes their parameters."""
     holders: dict[int, int] = {}
     for optimizer in subjects.optimizers:
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
     return [
         i
         for i, optimizer in enumerate(subjects.optimizers)
-        if is_elementwise(optimizer) and all(holders[id(parameter)] == 1 for parameter in _parameters(optimizer))
+        if is_elementwise(optimizer) and all(holders[id(parameter)] == 1 for parameter in parameters_of(optimizer))
     ]
-
-
-def _parameters(optimizer: optim.Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class _Proof:
@@ -227,10 +224,10 @@ class _Slabs:
     def __init__(self, subjects: Subjects, index: int, steps: Sequence[Consumed], topology: Topology) -> None:
         self._index, self._topology = index, topology
         self._optimizer = subjects.optimizers[index]
-        self._prefix = "optimizer" if len(subjects.optimizers) == 1 else f"optimizer.{index}"
+        self._prefix = optimizer_name(index, len(subjects.optimizers))
         self._names = subjects.names()
         self._common = {id(e.tensor): e.common for e in subjects.listing().entries}
-        self._before = {p: dict(self._optimizer.state.get(p, {})) for p in _parameters(self._optimizer)}
+        self._before = {p: dict(self._optimizer.state.get(p, {})) for p in parameters_of(self._optimizer)}
         self._sliceable = {
             p: is_sliceable(self._optimizer, group, p)
             for group in self._optimizer.param_groups
@@ -257,7 +254,7 @@ class _Slabs:
                 common=True,
                 family=self._names[id(p)],
             )
-            for p in _parameters(self._optimizer)
+            for p in parameters_of(self._optimizer)
             if self._splits(p)
         ]
         owned = {}

@@ -10,6 +10,7 @@ from torch import nn
 
 from everstep.capture import extras as trees
 from everstep.capture.compressor import Compressor
+from everstep.capture.form import on_device
 from everstep.capture.layout import COMPRESSOR, Subjects
 from everstep.errors import BadConfig, Mismatch
 from everstep.recover.assemble import Checkpoint, apply, apply_rest, check
@@ -50,7 +51,7 @@ class State:
             "optimizers": [
                 {
                     "groups": [
-                        {k: v for k, v in group.items() if k != "params" and not _on_device(v)}
+                        {k: v for k, v in group.items() if k != "params" and not on_device(v)}
                         for group in optimizer.param_groups
                     ],
                     **self._odd_state(index),
@@ -155,10 +156,6 @@ def _put_back(holder: Any, key: str, value: Any) -> None:
         old[:] = value
     else:
         holder[key] = value
-
-
-def _on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda
 
 
 def is_stateful(value: object) -> bool:
