@@ -8,6 +8,7 @@ types errors events cadence tiers config image topology signals
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout host arena life copier shape snapshot extras position
+capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
@@ -18,7 +19,7 @@ protect/        across nodes: who, where, and how       groups stripes xor reed_
 keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
 keeper/         one a node, and its two writing hands   keeper base_writer record_writer
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange fleet
-keeper/         beyond this node, a lane each           lane deeper partners parity_work
+keeper/         beyond this node, a lane each           lane deeper partners parity_work copies
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client arrival keeping

@@ -209,6 +209,7 @@ class Run:
             return
         self._capture.stepped = False
         self.step += 1
+        self._state.reductions.settle()
         before, self._cut_at = self._cut_at, time.monotonic()
         self._step_s = self._cut_at - before
         is_last = self._signals.is_last(self.step)

@@ -209,7 +209,7 @@ def differing(unbroken: list[Lines], killed: list[Lines]) -> list[str]:
 
 def live(life: Life) -> None:
     """The body of a process: train, and write down what is left at the end."""
-    from features import FEATURES
+    from parallel import FEATURES  # and those of features.py
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for the workers of loaders, as in a script

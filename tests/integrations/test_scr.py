@@ -113,6 +113,61 @@ def test_without_protection_a_lost_node_is_refused_clearly_on_all_ranks(nodes: A
     assert "no checkpoint can be restored" in said and "no readable part of rank 1" in said
 
 
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (2,)), ((1, 1), (2, 1))], ids=["fewer", "more"])
+def test_another_number_of_ranks_is_given_all_files(
+    before: tuple[int, ...], after: tuple[int, ...], nodes: Any
+) -> None:
+    job = nodes(*before, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=1, SCR_FLUSH_ASYNC=0)
+    job.live(write_some(2, level="flushed"))
+    job.lose(*job.names)
+    other = nodes(*after, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=1)
+    other.prefix.rmdir()
+    job.prefix.rename(other.prefix)
+    world = sum(after)
+
+    def app(rank: int) -> Any:
+        scr.init()
+        name = scr.have_restart()
+        scr.start_restart()
+        mine = [old for old in range(sum(before)) if old % world == rank]
+        for file, data in (item for old in mine for item in content(old, 2).items()):
+            assert Path(scr.route_file(f"step2/{file}")).read_bytes() == data
+        assert scr.complete_restart()
+        assert write(3, rank)
+        assert scr.finalize()
+        return name
+
+    assert results(other.live(app)) == ["step2"] * world
+    assert results(other.live(go_on)) == [["step3"]] * world
+
+
+def test_a_process_may_end_one_job_and_begin_another(nodes: Any) -> None:
+    job = nodes(2, SCR_FLUSH=1)
+
+    def app(rank: int) -> Any:
+        return [go_on(rank)[0] for _ in range(3)]
+
+    assert results(job.live(app)) == [[None, "step1", "step2"]] * 2
+
+
+def test_a_file_outside_the_prefix_is_no_output_and_links_lead_into_it(nodes: Any) -> None:
+    job = nodes(1)
+
+    def app(rank: int) -> Any:
+        (job.root / "link").symlink_to(job.prefix)
+        os.environ["SCR_PREFIX"] = str(job.root / "link")
+        scr.init()
+        scr.start_output("out", scr.FLAG_OUTPUT)
+        refused(lambda: scr.route_file("/elsewhere/file"), "outside SCR_PREFIX")
+        for number, name in enumerate(["a", str(job.root / "link/b"), str(job.prefix / "c"), "../link/d/a"]):
+            Path(scr.route_file(name)).write_text(str(number))
+        assert scr.complete_output()
+        assert scr.finalize()
+        return [(job.prefix / name).read_text() for name in ("a", "b", "c", "d/a")]
+
+    assert results(job.live(app)) == [["0", "1", "2", "3"]]
+
+
 def test_ranks_may_come_back_on_other_nodes(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=0)
     job.live(write_some(2))
@@ -129,11 +184,16 @@ def test_the_prefix_alone_gives_back_what_was_flushed(nodes: Any) -> None:
         scr.init()
         for number in range(1, 6):
             assert write(number, rank)
+            time.sleep(0.1)  # a program computes in between
         while (scr.status()["flushed"] or 0) < 4:
             time.sleep(0.01)
         die()
 
     job.live(app)
+    assert sorted(path.name for path in job.prefix.glob(".everstep/job/step-*.json")) == [
+        "step-0000000002.json",
+        "step-0000000004.json",
+    ]
     job.lose(*job.names)
     assert results(job.live(go_on)) == [["step4"]] * 2
     job.lose(*job.names)

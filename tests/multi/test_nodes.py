@@ -94,3 +94,16 @@ def test_one_node_alone_uses_deeper_tiers_too(survivor: str, cluster: Any, undis
     assert [one["resumed_from"] for one in ended] == [4, 4]
     assert {one["state"] for one in ended} == {undisturbed(2)}
     assert committed_steps(DiskTier(nodes.root / "lustre"))[-1] == STEPS
+
+
+@pytest.mark.parametrize("scheme", ["partner", "rs"])
+def test_with_a_log_every_step_survives_the_loss_of_a_node(scheme: str, cluster: Any, undisturbed: Any) -> None:
+    """Step 6 is five records after the only base."""
+    tiers = [Partner()] if scheme == "partner" else [Parity("rs", losses=2)]
+    nodes = cluster(1, 1, 1, 1, tiers=tiers, strategy="log")
+    nodes.live(die_at(6, level="protected"))
+    lost = nodes.nodes[1:2] if scheme == "partner" else nodes.nodes[1:3]
+    nodes.lose(*lost)
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [6] * 4
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, 1, 1)}

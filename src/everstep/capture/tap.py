@@ -20,6 +20,7 @@ from everstep.capture.bits import cut_up, same_bits
 from everstep.capture.copier import Copier
 from everstep.capture.form import Form
 from everstep.capture.layout import Share, Subjects
+from everstep.capture.reductions import has_hook
 from everstep.events import Sink, TapMoved
 
 _LOOKS, _LOOK_EVERY = 4, 64  # steps at which bits are compared
@@ -41,16 +42,27 @@ class Tap:
         for model in subjects.models:
             while hasattr(model, "_orig_mod"):
                 model = model._orig_mod  # type: ignore[assignment]
-            if isinstance(model, nn.parallel.DistributedDataParallel) and not model._comm_hooks:
+            if isinstance(model, nn.parallel.DistributedDataParallel) and not has_hook(model) and _multiplies(model):
                 model.register_comm_hook(model.process_group, self._hook())
 
     def _hook(self) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
+        was_last = True
+
         def hook(group: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            nonlocal was_last
             assert isinstance(group, dist.ProcessGroup)
             flat, parameters = bucket.buffer(), bucket.parameters()
-            flat.mul_(1.0 / group.size())  # as DDP itself does; a division would round otherwise
+            # in the first pass of a static graph every bucket claims to be the first, and has its parameters
+            is_known = flat.layout is torch.strided and (bucket.index() > 0 or was_last)
+            was_last = bucket.is_last()
+            if flat.layout is torch.strided:
+                flat.mul_(1.0 / group.size())  # as DDP itself does; a division would round otherwise
+            else:
+                flat.div_(group.size())
             reduced = dist.all_reduce(flat, group=group, async_op=True).get_future()
-            answer: torch.futures.Future[Tensor] = reduced.then(lambda f: self._take(parameters, f.value()[0]))
+            answer: torch.futures.Future[Tensor] = reduced.then(
+                lambda f: self._take(parameters, f.value()[0]) if is_known else f.value()[0]
+            )
             return answer
 
         hook.__annotations__ = {"bucket": dist.GradBucket}  # DDP compares it, and not as a string
@@ -119,3 +131,8 @@ class Tap:
         form.record.drain_early(self._slot, targets, self._copier)
         self._taken.update(id(p) for p, _ in found)
         return flat
+
+
+def _multiplies(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether DDP averages as the tap does: it divides gradients that lie in its buckets already, as only it knows."""
+    return not ddp.gradient_as_bucket_view or ddp.process_group.size().bit_count() == 1

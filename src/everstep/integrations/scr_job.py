@@ -44,7 +44,7 @@ class Job:
         self._choices = self._agreed(choose)
         self._settings = self._choices.settings()
         self._places = Places.chosen(self._settings.directory, self._settings.tiers)
-        claim.make(self._places)
+        self._make_places()
         self._emit = EventLog(self._settings.directory / f"events-rank-{self._place.rank:05d}.jsonl")
         self._claim = claim.take(self._places, self._place, self._emit)
         for sentence in (*self._choices.warnings, *self._choices.uncovered(self._place)):
@@ -55,10 +55,11 @@ class Job:
         self._number = max(self._known | self._index.names.keys(), default=0)
         self._pace = Pace(self._choices, time.monotonic())
         self._outbox = Outbox(self._settings.directory / ".outbox", self._choices.prefix, self._emit)
-        if self._place.is_leader:
+        staging = self._settings.directory / ".files"
+        self._staging = staging / f"rank-{self._place.rank:05d}"
+        if self._place.rank == 0 or (self._place.is_leader and not self._claim.disk_is_common):
             self._outbox.bring_leftovers()
-        self._staging = self._settings.directory / ".files" / f"rank-{self._place.rank:05d}"
-        shutil.rmtree(self._staging, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)  # nobody is in a dataset before all have begun
         self._routed: dict[str, Path] = {}
         self._published: dict[str, list[Path]] = {}  # by the name of an output of this life
         self._name, self._flags, self._began = "", 0, 0.0
@@ -80,6 +81,16 @@ class Job:
         assert chosen is not None
         return chosen
 
+    def _make_places(self) -> None:
+        problem = ""
+        try:
+            claim.make(self._places)
+        except (EverstepError, OSError) as error:
+            problem = str(error)
+        problems = self._meeting.troubles(problem)
+        if problems:
+            raise EverstepError(f"set SCR_CACHE_BASE and SCR_PREFIX to what can be written to: {'; '.join(problems)}")
+
     def _survey(self) -> set[int]:
         """The numbers of all datasets that anybody has: none of them is used again."""
         with self._open() as sources:
@@ -92,8 +103,9 @@ class Job:
     def _open(self) -> Sources:
         return Sources(self._places, self._claim.run, is_common=self._claim.disk_is_common)
 
-    def _warn(self, sentence: str) -> None:
-        if self._place.rank == 0:
+    def _warn(self, sentence: str, *, all: bool = False) -> None:
+        """`all`: it is something that a program may want to act on, on every rank."""
+        if all or self._place.rank == 0:
             self._emit(Degraded(what="as it was set", reason=sentence))
             warnings.warn(sentence, RuntimeWarning, stacklevel=4)
 
@@ -138,11 +150,10 @@ class Job:
 
     def _key(self, name: str) -> str:
         """What a file is called, seen from the prefix; the whole path, if it lies elsewhere."""
-        path = os.path.normpath(os.path.join(os.getcwd(), name))
-        if not os.path.basename(path) or not name:
+        folder, file = os.path.split(name)
+        if file in ("", ".", ".."):
             raise Misuse(f"route_file() takes the path of a file, not {name!r}")
-        prefix = f"{self._choices.prefix}{os.sep}"
-        return path.removeprefix(prefix)
+        return os.path.join(os.path.realpath(folder), file).removeprefix(f"{self._choices.prefix}{os.sep}")
 
     def _find_file(self, key: str, name: str) -> Path:
         if key in self._routed:
@@ -216,7 +227,7 @@ class Job:
                     passed_over=self._index.dropped,
                 )  # fmt: skip
             except Damaged as error:
-                self._warn(f"no checkpoint can be restored, and the job starts over if it goes on: {error}")
+                self._warn(f"no checkpoint can be restored, and the job starts over if it goes on: {error}", all=True)
             if self._candidate is None:
                 self._let_go_candidate()
                 return None

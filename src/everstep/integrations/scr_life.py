@@ -85,7 +85,8 @@ class Keeping:
             self._await(lambda: keeper.durable_base >= newest, lambda: bool(keeper.trouble), _PATIENCE_S)
         if flushed != _NONE:
             there = (lambda: keeper.shared_step >= flushed) if flush else (lambda: keeper.shared_next >= flushed)
-            if not self._await(there, lambda: keeper.shared_missed >= flushed, None):
+            passed = lambda: max(keeper.shared_missed, keeper.shared_next - 1) >= flushed  # noqa: E731
+            if not self._await(there, passed, None):
                 self._emit(Degraded(what=f"dataset {flushed} is not on the prefix", reason=self._why()))
             if flush:
                 self._flush = _NONE
@@ -124,7 +125,8 @@ class Keeping:
         keeper = self._keeper
         return {
             "durable": _known(keeper.durable_base), "protected": _known(keeper.protected_step),
-            "flushed": _known(keeper.shared_step), "flushing": _known(self._flush),
+            "flushed": _known(keeper.shared_step),
+            "flushing": _known(self._flush) if keeper.shared_step < self._flush else None,
             "flush_failed": _known(keeper.shared_missed), "trouble": keeper.trouble,
         }  # fmt: skip
 

@@ -109,11 +109,11 @@ def choose(told: Mapping[str, str], environment: Mapping[str, str]) -> Choices:
     """`told`: what config() was given."""
     own = {name: value for name, value in environment.items() if name.startswith("SCR_")}
     found = {**_DEFAULTS, **told, **own}
-    prefix = Path(found["SCR_PREFIX"] or os.getcwd()).absolute()
+    prefix = _real(found["SCR_PREFIX"] or os.getcwd())
     given = Path(found["SCR_CONF_FILE"]) if found["SCR_CONF_FILE"] else prefix / ".scrconf"
     if found["SCR_CONF_FILE"] or given.is_file():
         found = {**_DEFAULTS, **told, **read(given), **own}
-        prefix = Path(found["SCR_PREFIX"] or prefix).absolute()
+        prefix = _real(found["SCR_PREFIX"] or prefix)
     scheme = found["SCR_COPY_TYPE"].upper()
     if scheme not in _SCHEMES:
         raise BadConfig(f"SCR_COPY_TYPE must be one of {', '.join(_SCHEMES)}, not {found['SCR_COPY_TYPE']!r}")
@@ -128,6 +128,11 @@ def choose(told: Mapping[str, str], environment: Mapping[str, str]) -> Choices:
         halt_s=_number(found, "SCR_HALT_SECONDS"), job=found["SCR_JOB_NAME"],
         warnings=tuple(_warning(name) for name in sorted(found.keys() - _DEFAULTS.keys())),
     )  # fmt: skip
+
+
+def _real(path: str | Path) -> Path:
+    """However it was reached: where a program stands is told without links, too."""
+    return Path(os.path.realpath(path))
 
 
 def read(path: Path) -> dict[str, str]:

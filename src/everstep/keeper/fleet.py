@@ -9,12 +9,13 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from everstep.cadence import Every
 from everstep.errors import Damaged, EverstepError, PeerLost
 from everstep.events import Degraded, Joined, Sink
+from everstep.keeper.copies import Copies, Takers
 from everstep.keeper.exchange import (
     ANSWERS,
     ASKS,
@@ -51,12 +52,13 @@ _GUESTS = "guests"
 
 class Fleet:
     def __init__(
-        self, hello: Hello, node: str, tiers: Tiers, roster: Roster, guests: MemoryTier, emit: Sink,
+        self, hello: Hello, node: str, tiers: Tiers, roster: Roster, guests: MemoryTier, takers: Takers, emit: Sink,
         announce: Callable[[], None],
     ) -> None:  # fmt: skip
         """`announce`: tell the trainers how far each level is."""
         self._hello, self._node, self._tiers, self._roster = hello, node, tiers, roster
-        self._guests, self._emit, self._announce = guests, emit, announce
+        self._guests, self._takers, self._emit, self._announce = guests, takers, emit, announce
+        self._copies: Copies | None = None
         self._host = TierHost({_GUESTS: guests})
         self._members: tuple[Member, ...] = ()
         self._peers: dict[str, Peer[AnyAnswer]] = {}
@@ -105,8 +107,17 @@ class Fleet:
         for lane in self._lanes.values():
             name = f"everstep-{lane.name}"
             self._threads.append(threading.Thread(target=lane.work, args=(self._ending,), name=name, daemon=True))
+        if self._copies is not None:
+            self._threads.append(
+                threading.Thread(target=self._copies.work, args=(self._ending,), name="everstep-copies", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
+
+    def _copied_to(self, nodes: Sequence[str]) -> Copies:
+        """Records are small beside bases, so they are copied whatever the scheme is, as often as nodes may be lost."""
+        tiers = [RemoteTier(self._peers[node], _GUESTS, Survives.PROCESS) for node in nodes]
+        return Copies(tiers, self._roster, self._takers, self._emit)
 
     def _protection(self) -> list[Work]:
         """Who protects whom; every node computes the same."""
@@ -119,17 +130,20 @@ class Fleet:
         if isinstance(scheme, Partner):
             chosen = partners(places, copies=scheme.copies)
             others, warnings = chosen.of[self._node], chosen.warnings
+            self._copies = self._copied_to(others)
             lent = [RemoteTier(self._peers[node], _GUESTS, Survives.PROCESS) for node in others]
-            work = PartnerWork(lent, self._guests, self._emit)
+            work = PartnerWork(lent, self._guests, self._copies, self._emit)
         else:
             assert isinstance(scheme, Parity)
             division = parity_groups(places, size=scheme.group, losses=scheme.covers)
             others, warnings = (), division.warnings
             for group in division.groups:
                 if self._node in group:
-                    others = tuple(node for node in group if node != self._node)
+                    at = group.index(self._node)
+                    others = (*group[at + 1 :], *group[:at])
+                    self._copies = self._copied_to(others[: scheme.covers])
                     work = ParityWork(
-                        group, self._node, scheme.covers, self._peers, self._guests, self._emit,
+                        group, self._node, scheme.covers, self._peers, self._guests, self._copies, self._emit,
                         lambda step: self.order("protect").step <= step,
                     )  # fmt: skip
         self._emit(
@@ -272,6 +286,9 @@ class _Unprotected:
 
     def do(self, base: HeldBase) -> None:
         pass
+
+    def reach(self, base: int) -> int:
+        return base
 
     def over(self, base: int, before: int) -> None:
         pass

@@ -24,6 +24,7 @@ from everstep.errors import KeeperLost
 from everstep.events import Degraded, Retired, Sink
 from everstep.keeper import flush
 from everstep.keeper.base_writer import BaseWriter
+from everstep.keeper.copies import Takers
 from everstep.keeper.deeper import DeeperWork, forget_guests
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
@@ -71,7 +72,8 @@ class Keeper:
         self._generation = ""
         self._has_many_nodes = False
         self._roster = Roster()
-        self._logbook = Logbook(self._tier, emit)
+        self._takers = Takers()
+        self._logbook = Logbook(self._tier, emit, lambda ring, step: self._takers.has_taken(self, ring, step))
         self._logbook.base = self._newest_committed()
         self._replicas = Replicas(directory, emit, self._roster, self._selector)
         self._records = RecordWriter(self._logbook, self._roster, emit, self._announce)
@@ -253,7 +255,7 @@ class Keeper:
 
         guests = guest_tier(hello.run, tiers.memory.path)
         forget_guests(guests, hello)
-        fleet = Fleet(hello, node_name(), tiers, self._roster, guests, self._emit, self._announce)
+        fleet = Fleet(hello, node_name(), tiers, self._roster, guests, self._takers, self._emit, self._announce)
         fleet.leave_at = lambda step: self._roster.tell(StopAt(step=step))
         return fleet
 

@@ -88,7 +88,11 @@ class Keeping:
         return settings.mode != "disk" or self.last_step is None or self._keeper.durable_step >= self.last_step
 
     def take(self, step: int, *, base: bool = False) -> None:
-        """Keep the present step: by a record if there is one and it leads anywhere, else by a base."""
+        """Keep the present step: by a record if there is one and it leads anywhere, else by a base.
+
+        With several nodes the first of a life is a base: nodes may be new, and have none that records could follow.
+        """
+        base |= self.last_step is None and self._life.topology.has_many_nodes
         self.last_step, self._last_at = step, time.monotonic()
         tree = self._tree()
         if self.recorder is None:

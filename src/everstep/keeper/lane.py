@@ -57,6 +57,9 @@ class Work(Protocol):
     def do(self, base: HeldBase) -> None:
         """Bring a base there; may be tried again after it raised."""
 
+    def reach(self, base: int) -> int:
+        """The newest step that records there lead to from a base that all have brought."""
+
     def over(self, base: int, before: int) -> None:
         """All nodes have brought `base`, and `before` is the one that they had brought before it."""
 
@@ -76,7 +79,8 @@ class LaneWorker:
         return self._work.name
 
     def status(self) -> Lane:
-        return Lane(done=self._done, missed=self._missed, reach=self._done, seconds=self._seconds)
+        reach = self._work.reach(self._complete)
+        return Lane(done=self._done, missed=self._missed, reach=reach, seconds=self._seconds)
 
     def held(self, step: int) -> HeldBase | None:
         """The base of a step, if it is held for others to read."""

@@ -8,6 +8,7 @@ the trainer: a record stays in its ring until the logbook has said that it is on
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import xxhash
 
@@ -37,8 +38,9 @@ class _Book:
 
 
 class Logbook:
-    def __init__(self, tier: Tier, emit: Sink) -> None:
-        self._tier, self._emit = tier, emit
+    def __init__(self, tier: Tier, emit: Sink, taken: Callable[[Arena, int], None] = Arena.set_taken) -> None:
+        """`taken`: is told how far the records of a ring are on the medium."""
+        self._tier, self._emit, self._taken = tier, emit, taken
         self.writing = threading.Lock()  # for whoever changes anything
         self.base = -1  # the newest base on the medium, from which records lead on
         self._books: dict[int, _Book] = {}
@@ -109,7 +111,7 @@ class Logbook:
             size = sum(seal.length for seal in following)
             self._emit(Logged(rank=ring.rank, first=found[0].step, last=following[-1].step, bytes=size))
         book.last = following[-1].step
-        ring.set_taken(book.last)
+        self._taken(ring, book.last)
         return len(following)
 
     def _begin(self, book: _Book, ring: Arena, start: int) -> None:

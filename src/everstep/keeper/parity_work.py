@@ -15,6 +15,7 @@ import xxhash
 from everstep.errors import Damaged, PeerFailed
 from everstep.events import Protected, Sink
 from everstep.image import CHUNK_BYTES, FORMAT
+from everstep.keeper.copies import Copies
 from everstep.keeper.exchange import AnyAnswer, AskHeld, HeldParts, ReadImage
 from everstep.keeper.lane import HeldBase
 from everstep.keeper.peers import Peer
@@ -36,11 +37,12 @@ class ParityWork:
 
     def __init__(
         self, group: Sequence[str], node: str, losses: int, peers: Mapping[str, Peer[AnyAnswer]],
-        guests: MemoryTier, emit: Sink, is_wanted: Callable[[int], bool],
+        guests: MemoryTier, copies: Copies, emit: Sink, is_wanted: Callable[[int], bool],
     ) -> None:  # fmt: skip
         """`is_wanted`: whether a step is still the one that all are bringing."""
         self._group, self._me, self._losses = list(group), list(group).index(node), losses
         self._peers, self._guests, self._emit, self._is_wanted = peers, guests, emit, is_wanted
+        self.reach, self._copies = copies.reach, copies
 
     def do(self, base: HeldBase) -> None:
         mine = member_of(self._group[self._me], base)
@@ -108,6 +110,7 @@ class ParityWork:
 
     def over(self, base: int, before: int) -> None:
         self._emit(Protected(step=base))
+        self._copies.forget(before)
         for step in parity_steps(self._guests):
             if step < before:
                 self._guests.delete_folder(parity_folder(step))

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from everstep.errors import Damaged
 from everstep.events import Protected, Sink
 from everstep.keeper import flush
+from everstep.keeper.copies import Copies
 from everstep.keeper.lane import HeldBase
 from everstep.store.manifest import step_folder, step_folders
 from everstep.store.memory import MemoryTier
@@ -18,9 +19,10 @@ class PartnerWork:
     name = "protect"
     shows = False
 
-    def __init__(self, partners: Sequence[Tier], guests: MemoryTier, emit: Sink) -> None:
+    def __init__(self, partners: Sequence[Tier], guests: MemoryTier, copies: Copies, emit: Sink) -> None:
         """`partners`: the memory that others lend us. `guests`: what we lend them."""
         self._partners, self._guests, self._emit = partners, guests, emit
+        self.reach, self._copies = copies.reach, copies
 
     def do(self, base: HeldBase) -> None:
         with ThreadPoolExecutor(max(1, len(self._partners))) as pool:
@@ -33,6 +35,7 @@ class PartnerWork:
 
     def over(self, base: int, before: int) -> None:
         self._emit(Protected(step=base))
+        self._copies.forget(before)
         for step in step_folders(self._guests):
             if step < before:
                 self._guests.delete_folder(step_folder(step))

@@ -18,6 +18,7 @@ import msgspec
 from everstep.cadence import Every
 from everstep.types import Noun
 
+STILL_S = 0.06  # a newest base that stays so for this long will be there a moment longer
 AHEAD = 2  # steps: as far as one rank can be before another, and one to say so
 NONE = -1
 
@@ -70,6 +71,7 @@ class Rounds:
     def __init__(self, nodes: Collection[str], cadences: Mapping[str, Every], generation: str, share: float) -> None:
         self._nodes, self._cadences, self._generation, self._share = set(nodes), dict(cadences), generation, share
         self._newest: dict[str, int] = {}
+        self._changed_at = 0.0  # when one of them last did
         self._wanted: dict[str, dict[str, int]] = {}
         self._states = {lane: _State() for lane in cadences}
         self._told: dict[str, dict[str, int]] = {}  # node -> lane -> the complete step that it knows of
@@ -83,7 +85,8 @@ class Rounds:
     def hear(self, report: Report, now: float) -> Orders:
         """Take in what a node tells, and say what is to be done."""
         if report.generation == self._generation and report.node in self._nodes:
-            self._newest[report.node] = report.newest
+            if self._newest.get(report.node) != report.newest:
+                self._newest[report.node], self._changed_at = report.newest, now
             self._wanted[report.node] = report.wanted
             for name, lane in report.lanes.items():
                 if name in self._states:
@@ -102,7 +105,7 @@ class Rounds:
         if state.step > state.complete and not is_lost and not self._is_waited_before(name, state.step):
             return  # under way
         if has_heard_all and self._is_due(name, state, now):
-            state.step = self._next(name, state)
+            state.step = self._next(name, state, now)
 
     def _waiting(self, name: str) -> int:
         """The newest step that somebody waits for."""
@@ -124,13 +127,16 @@ class Rounds:
         took = max((lane.seconds for lane in state.lanes.values()), default=0.0)
         return now - state.completed_at >= took / self._share
 
-    def _next(self, name: str, state: _State) -> int:
-        """The next step that no node can have passed yet; or the very one that all are waiting at."""
-        newest, waiting = max(self._newest.values()), self._waiting(name)
+    def _next(self, name: str, state: _State, now: float) -> int:
+        """The next step that no node can have passed yet; or the very one that all are waiting at, or stay at."""
+        newest, waiting, steps = max(self._newest.values()), self._waiting(name), self._cadences[name].steps or 1
         if waiting >= newest and waiting > state.complete:
             return waiting
-        ahead, steps = newest + AHEAD, self._cadences[name].steps or 1
-        return -(-ahead // steps) * steps
+        is_still = len(set(self._newest.values())) == 1 and now - self._changed_at >= STILL_S
+        is_far_enough = newest // steps > max(0, state.complete) // steps
+        if is_still and is_far_enough and newest > max(state.complete, state.step):
+            return newest
+        return -(-(newest + AHEAD) // steps) * steps
 
     def _reach(self, state: _State) -> int:
         if len(state.lanes) < len(self._nodes):

@@ -41,6 +41,7 @@ def resume(
             break
     if found is None:
         return None
+    state.reductions.restore(found.latest.extras.get("reductions"), place, emit)
     if found.base.info.replica:
         what = f"step {found.base.step} comes from a replica: the run goes on, but not bit for bit"
         reason = f"it was advanced by host arithmetic, which rounds otherwise than that of {found.base.info.replica}"

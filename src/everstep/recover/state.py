@@ -12,6 +12,7 @@ from everstep.capture import extras as trees
 from everstep.capture.compressor import Compressor
 from everstep.capture.form import on_device
 from everstep.capture.layout import COMPRESSOR, Subjects
+from everstep.capture.reductions import Reductions
 from everstep.errors import BadConfig, Mismatch
 from everstep.recover.assemble import Checkpoint, apply, apply_rest, check
 
@@ -40,6 +41,7 @@ class State:
         self.subjects = Subjects(
             models=models, optimizers=optimizers, scaler=scaler, compressor=compressor, modules=modules
         )
+        self.reductions = Reductions(self.subjects)
         self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
         if compressor is not None:
             compressor.bind(self.subjects.names())
@@ -61,6 +63,7 @@ class State:
             "schedulers": [one.state_dict() for one in self.schedulers],
             "scaler": self._scaler_scalars(),
             "compressor": self.subjects.compressor.small() if self.subjects.compressor is not None else None,
+            "reductions": self.reductions.tree(),
             "extra": {
                 key: {"state": value.state_dict()} if is_stateful(value) else {"value": value}
                 for key, value in self.extra.items()

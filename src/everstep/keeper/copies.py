@@ -1,0 +1,120 @@
+"""Records on other nodes: with copies of them there, every step survives the loss of a node, not only its bases.
+
+A log is copied by the code that writes it to a disk, onto the memory that others lend. Records stay in their ring until
+all who take them have them; a node that cannot be reached is not waited for, and begins again behind the gap.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from everstep.capture.arena import Arena
+from everstep.errors import EverstepError
+from everstep.events import Degraded, Sink
+from everstep.keeper.logbook import Logbook
+from everstep.keeper.protocol import Hello
+from everstep.keeper.roster import Roster
+from everstep.keeper.rounds import NONE
+from everstep.store.tier import Tier
+
+_TICK_S = 0.01
+_REST_S = 2.0  # after a node could not be reached
+
+
+class Takers:
+    """Who takes records from the rings of this node, and how far each is: a slot is free when all are past it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._far: dict[int, dict[object, int]] = {}  # rank -> who -> step
+
+    def join(self, who: object, rank: int, step: int) -> None:
+        with self._lock:
+            self._far.setdefault(rank, {})[who] = step
+
+    def has_taken(self, who: object, ring: Arena, step: int) -> None:
+        with self._lock:
+            far = self._far.setdefault(ring.rank, {})
+            far[who] = step
+            ring.set_taken(min(far.values()))
+
+    def leave(self, who: object) -> None:
+        with self._lock:
+            for far in self._far.values():
+                far.pop(who, None)
+
+
+class _Copy:
+    """The log of this node's ranks on one other node."""
+
+    def __init__(self, tier: Tier, takers: Takers, emit: Sink) -> None:
+        self.name = tier.name
+        self._takers = takers
+        self._book = Logbook(tier, emit, taken=lambda ring, step: takers.has_taken(self, ring, step))
+        self._open: set[int] = set()
+        self.rests_until = 0.0
+        self.is_lost = False
+
+    def take(self, ring: Arena, hello: Hello) -> None:
+        if hello.rank not in self._open:
+            self._book.open(hello)
+            self._open.add(hello.rank)
+        self._takers.join(self, hello.rank, ring.taken())
+        while self._book.take(ring):
+            continue  # every call takes as far as there is no gap
+
+    def lose(self) -> None:
+        """It cannot be reached: nobody waits for it, and what it has is looked at again when it can be."""
+        self._takers.leave(self)
+        self._open.clear()
+        self.rests_until, self.is_lost = time.monotonic() + _REST_S, True
+
+    def reach(self, base: int) -> int:
+        self._book.base = base
+        return self._book.reach()
+
+    def forget(self, before: int) -> None:
+        self._book.rotate()
+        self._book.forget(before)
+
+
+class Copies:
+    def __init__(self, tiers: Sequence[Tier], roster: Roster, takers: Takers, emit: Sink) -> None:
+        self._roster, self._emit = roster, emit
+        self._copies = [_Copy(tier, takers, emit) for tier in tiers]
+        self._lock = threading.Lock()
+
+    def work(self, ending: threading.Event) -> None:
+        while not ending.wait(_TICK_S):
+            sessions = [(one.ring, one.hello) for one in self._roster.all() if one.ring is not None]
+            for copy in self._copies:
+                if sessions and time.monotonic() >= copy.rests_until:
+                    self._try(copy, [(ring, hello) for ring, hello in sessions if ring is not None])
+
+    def _try(self, copy: _Copy, sessions: Sequence[tuple[Arena, Hello]]) -> None:
+        try:
+            with self._lock:
+                for ring, hello in sessions:
+                    copy.take(ring, hello)
+            copy.is_lost = False
+        except (EverstepError, OSError) as error:
+            if not copy.is_lost:
+                self._emit(Degraded(what=f"records are not copied to the {copy.name}", reason=str(error)))
+            copy.lose()
+        except ValueError:
+            return  # the ring was closed in this moment: another one follows, or none
+
+    def reach(self, base: int) -> int:
+        """The newest step that copies of records lead to everywhere, from a base that is there."""
+        if base == NONE or not self._copies or not any(one.ring is not None for one in self._roster.all()):
+            return base
+        return min(copy.reach(base) for copy in self._copies)
+
+    def forget(self, before: int) -> None:
+        """A base is complete: segments begin anew, and what only older ones need goes."""
+        for copy in self._copies:
+            if not copy.is_lost:
+                with self._lock:
+                    copy.forget(before)
