@@ -83,13 +83,18 @@ class Keeping:
             self._emit(Degraded(what=f"dataset {newest} is not protected", reason=self._why()))
         elif not self._is_protected:
             self._await(lambda: keeper.durable_base >= newest, lambda: bool(keeper.trouble), _PATIENCE_S)
-        if flushed != _NONE:
-            there = (lambda: keeper.shared_step >= flushed) if flush else (lambda: keeper.shared_next >= flushed)
-            passed = lambda: max(keeper.shared_missed, keeper.shared_next - 1) >= flushed  # noqa: E731
-            if not self._await(there, passed, None):
-                self._emit(Degraded(what=f"dataset {flushed} is not on the prefix", reason=self._why()))
-            if flush:
-                self._flush = _NONE
+        if flushed != _NONE and not self._await(
+            lambda: keeper.shared_step >= flushed or not (flush or self._awaits_its_turn(flushed)),
+            lambda: keeper.shared_missed >= flushed or (newest > flushed and keeper.shared_next > flushed),
+            None,
+        ):
+            self._emit(Degraded(what=f"dataset {flushed} is not on the prefix", reason=self._why()))
+        if flush:
+            self._flush = _NONE
+
+    def _awaits_its_turn(self, flushed: int) -> bool:
+        """Whether nodes have not been told yet to bring it; once they are, the next may be written."""
+        return self._newest == flushed and self._keeper.shared_next != flushed
 
     def _await(self, there: Callable[[], bool], failed: Callable[[], bool], patience_s: float | None) -> bool:
         deadline = None if patience_s is None else time.monotonic() + patience_s
