@@ -256,6 +256,23 @@ def test_a_flush_that_fails_is_seen_and_nobody_is_held_up(nodes: Any) -> None:
     assert any("step 2 is not on the shared tier yet" in one for one in said)
 
 
+def test_a_keeper_that_dies_is_replaced_and_what_it_was_to_bring_is_brought(nodes: Any) -> None:
+    job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=2)
+
+    def app(rank: int) -> Any:
+        scr.init()
+        for number in range(1, 5):
+            assert write(number, rank)
+            if rank == number % 2:
+                job.kill_keeper(job.names[rank])
+        assert scr.finalize()
+        return scr.config("SCR_FLUSH")
+
+    assert results(job.live(app)) == ["2", "2"]
+    job.lose(*job.names)
+    assert results(job.live(go_on)) == [["step4"]] * 2
+
+
 def test_outputs_lie_on_the_prefix_as_files_and_are_never_restarted_from(nodes: Any) -> None:
     job = nodes(2, SCR_FLUSH=1)
 
