@@ -18,7 +18,7 @@ store/          where it lies, and whose it is          places claim
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
 keeper/         one a node, and its two writing hands   keeper base_writer record_writer
-keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange fleet
+keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
 keeper/         beyond this node, a lane each           lane deeper partners parity_work copies
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
@@ -26,7 +26,7 @@ keeper/         and its end in the trainer              client arrival keeping
 # the road home: a byte returns
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
-recover/        for people and tools who read          reach audit records rebuild retrieve
+recover/        for people and tools who read          others reach audit records rebuild retrieve
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life

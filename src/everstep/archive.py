@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -22,6 +22,7 @@ from everstep.errors import (
 )
 from everstep.keeper import flush
 from everstep.keeper.client import keeper_pid, replica_of
+from everstep.keeper.note import read_note
 from everstep.recover.audit import (
     Finding,
     chains,
@@ -35,13 +36,14 @@ from everstep.recover.audit import (
     log_files,
     sound_plan,
 )
-from everstep.recover.plan import make_plan, reaches, up_to
+from everstep.recover.plan import make_plan, merge, reaches, up_to
 from everstep.recover.reach import (
     Kept,
     exposure,
     in_words,
     kept_steps,
     newest_in,
+    nodes_of,
     only,
     records_of,
     restorable,
@@ -54,7 +56,7 @@ from everstep.store.log import log_folder, log_name, scan
 from everstep.store.manifest import RUN_RECORD, committed_steps, partial_steps, read_commit, read_part, run_name
 from everstep.store.places import Places
 from everstep.topology import process_alive
-from everstep.types import Commit, Part, Plan, Survey
+from everstep.types import Commit, Part, Plan, Source, Survey
 
 if TYPE_CHECKING:
     pass
@@ -88,9 +90,19 @@ class Archive:
         with self._sources() as sources:
             return sources.survey()
 
+    def _everywhere(self, sources: Sources) -> Survey:
+        """What this node has, and what others do, as far as a keeper here knows them."""
+        note, mine = read_note(self.run), sources.survey()
+        if note is None or len(note.members) < 2:
+            return mine
+        from everstep.recover.others import surveys  # needs a package that one node alone does not
+
+        return merge([mine, *surveys(self.run, sources.node, note)])
+
     def kept(self) -> list[Kept]:
         """Every step that could be restored now, oldest first."""
-        return kept_steps(self.survey())
+        with self._sources() as sources:
+            return kept_steps(self._everywhere(sources))
 
     def steps(self) -> list[int]:
         return [kept.step for kept in self.kept()]
@@ -104,12 +116,12 @@ class Archive:
     def plan(self, lost: Collection[str] = ()) -> Plan:
         """What a restart would do now, or after the loss of "memory", "disk" or a node by its name.
 
-        Reads and checks the bytes of what it chooses, as a restart does; memory that is being trained in is taken at
-        its seals.
+        Reads and checks the bytes of what it chooses, as a restart does, as far as they are on this node; memory that
+        is being trained in is taken at its seals. What other nodes have is asked of their keepers.
         """
         with self._sources() as sources:
-            survey = sources.survey()
-            known = {"memory", "disk", *(h.node for h in survey.holdings), *(r.node for r in survey.records)}
+            survey = self._everywhere(sources)
+            known = {*get_args(Source), *nodes_of(survey)}
             for name in lost:
                 if name not in known:
                     raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
@@ -217,7 +229,7 @@ class Archive:
     def status(self) -> dict[str, Any]:
         """Whether the run lives, how far it is, and what each kind of loss would cost."""
         with self._sources() as sources:
-            survey = sources.survey()
+            survey = self._everywhere(sources)
             kept = kept_steps(survey)
             arenas = [*sources.arenas, *sources.rings]
             live = _done_by_all(arenas)
@@ -235,9 +247,13 @@ class Archive:
                 "replica": replica_of(self.run),
                 "ring": _ring_state(sources.rings),
                 "exposure": exposure(
-                    survey, live.step if live else 0, live.cut_time if live else 0.0, time.time() if pids else None
+                    survey,
+                    sources.node,
+                    live.step if live else 0,
+                    live.cut_time if live else 0.0,
+                    time.time() if pids else None,
                 ),
-            }
+            }  # fmt: skip
 
     # -- letting go
 

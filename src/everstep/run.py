@@ -137,7 +137,12 @@ class Run:
         self._capture = self._keeping.capture
         self._signals = Signals(lambda: self._step_s, self._keeper.stop_at if self._place.world > 1 else None)
         self._keeper.listen_with(
-            Answers(lease=self._capture.lease, release=self._capture.release, stop_at=self._signals.stop_at)
+            Answers(
+                lease=self._capture.lease,
+                release=self._capture.release,
+                stop_at=self._signals.stop_at,
+                base_at=self._keeping.take_base_at,
+            )
         )
         atexit.register(self._at_exit)
         self._emit(

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ class Nodes:
 
     def __init__(self, root: Path, ranks: Sequence[int], **settings: Any) -> None:
         self.root, self.settings = root, {name: str(value) for name, value in settings.items()}
-        self.names = [f"{root.name}-s{number}"[-40:] for number in range(len(ranks))]
+        own = uuid.uuid4().hex[:8]  # other tests run beside this one, and nodes of one name share their memory
+        self.names = [f"{own}-s{number}" for number in range(len(ranks))]
         self.ranks = dict(zip(self.names, ranks, strict=True))
         self.prefix = root / "prefix"
         self.prefix.mkdir(parents=True)

@@ -11,11 +11,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+import msgspec
+import torch.distributed as dist
 from cluster import STEPS, Cluster, die_at, results
 
+import everstep
 from everstep import Parity, Partner, Shared
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
+from everstep.types import Plan
 
 
 @pytest.fixture
@@ -107,3 +111,28 @@ def test_with_a_log_every_step_survives_the_loss_of_a_node(scheme: str, cluster:
     ended = results(nodes.live())
     assert [one["resumed_from"] for one in ended] == [6] * 4
     assert {one["state"] for one in ended} == {undisturbed(1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize("scheme", ["partner", "xor", "single"])
+def test_a_plan_says_beforehand_what_the_loss_of_a_node_would_cost(scheme: str, cluster: Any) -> None:
+    tiers = {"partner": [Partner()], "xor": [Parity("xor")], "single": []}[scheme]
+    nodes = cluster(1, 1, 1, tiers=tiers)
+    plans, status = nodes.root / "plan.json", nodes.root / "status.json"
+
+    def at_step(run: everstep.Run, rank: int) -> None:
+        if run.step == 5:
+            run.wait("protected" if tiers else "durable")
+            if rank == 0:
+                past = everstep.open(nodes.directory(nodes.nodes[0]))
+                plans.write_bytes(msgspec.json.encode(past.plan(lost=[nodes.nodes[1]])))
+                status.write_bytes(msgspec.json.encode(past.status()))
+            dist.barrier()
+
+    results(nodes.live(at_step))
+    plan = msgspec.json.decode(plans.read_bytes(), type=Plan)
+    assert nodes.nodes[1] not in {part.node for part in plan.parts}
+    lost = {"partner": ["partner"], "xor": ["parity"], "single": []}[scheme]
+    assert [part.source for part in plan.parts if part.rank == 1] == lost
+    assert plan.step == (5 if tiers else None)
+    told = {row["event"]: row["steps"] for row in msgspec.json.decode(status.read_bytes())["exposure"]}
+    assert told["this disk is lost"] == (0 if tiers else 5), "what the loss of this node would cost"

@@ -231,6 +231,11 @@ class Arena:
         free = [slot for slot in range(len(self.slots)) if slot not in barred]
         return min(free, key=lambda slot: seals[slot].sequence if slot in seals else -1, default=None)
 
+    def free_records(self) -> int:
+        """Of a ring: how many slots have no record, or one that is on a medium."""
+        seals, taken = self.seals(), self.taken()
+        return sum(slot not in seals or seals[slot].step <= taken for slot in range(len(self.slots)))
+
     def taken_slot(self, busy: Collection[int]) -> int | None:
         """Of a ring: a slot whose record is on a medium, or that has none, and that is not busy being filled."""
         seals, taken = self.seals(), self.taken()

@@ -39,6 +39,8 @@ from everstep.events import ChainEnded, Degraded, RingMade
 from everstep.image import ImageLayout
 
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
+_PATIENCE_S = 0.5  # with a full ring, beside the share of the time that all of this may cost
+_LOOK_S = 0.001
 _LOOKS = 4  # records whose gradients are compared with their packed form, before signs are trusted
 _DIGEST_EVERY = 64  # steps; a digest costs a few passes over the state
 _BEGINS = "records begin with a base, and with the step in which an optimizer is tried"
@@ -61,6 +63,7 @@ class Recorder:
         self._subjects, self._copier, self._life = subjects, copier, life
         self._left = left  # rings and values of an earlier life, until they are taken over or a base takes their place
         self._form: Form | None = None
+        self._born, self._waited_s = time.monotonic(), 0.0  # for room in the ring
         self._slot: int | None = None  # that the present step is recorded into
         self._draining: set[int] = set()  # slots that earlier steps are still on their way to
         self._calls: dict[int, dict[str, Any]] = {}
@@ -143,10 +146,21 @@ class Recorder:
 
     def _open_slot(self, form: Form) -> None:
         self._slot = form.record.arena.taken_slot(self._draining)
+        if self._slot is None and self._life.topology.world > 1:
+            self._await_room(form)
         if self._slot is not None:
             form.record.arena.unseal(self._slot)
         if self._tap is not None:
             self._tap.begin(form, self._slot)
+
+    def _await_room(self, form: Form) -> None:
+        """A chain that ends on one rank ends for all: better to wait a little, within the budget for all of this."""
+        began = time.monotonic()
+        budget_s = _PATIENCE_S + self._life.settings.overhead_budget * (began - self._born) - self._waited_s
+        while self._slot is None and time.monotonic() - began < budget_s:
+            time.sleep(_LOOK_S)
+            self._slot = form.record.arena.taken_slot(self._draining)
+        self._waited_s += time.monotonic() - began
 
     def _take_packed(self, form: Form) -> str:
         """Copy this rank's part of what the compressor made of the gradients, before the first update of a step."""
@@ -311,6 +325,11 @@ class Recorder:
         if form.heavy is not None:
             form.heavy[1].rebind(fresh)
         return True
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether the step after next may find the ring full."""
+        return self._form is not None and self._form.record.arena.free_records() <= 1
 
     def _miss(self, step: int, reason: str) -> bool:
         self.whole_since = step

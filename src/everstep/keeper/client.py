@@ -25,6 +25,7 @@ from everstep.keeper.process import start
 from everstep.keeper.protocol import (
     AskReplica,
     Attach,
+    BaseAt,
     Bye,
     Channel,
     Detach,
@@ -36,6 +37,7 @@ from everstep.keeper.protocol import (
     Lease,
     LeaseAnswer,
     Member,
+    Message,
     Persist,
     Release,
     Replicated,
@@ -59,6 +61,7 @@ class Answers:
     lease: Callable[[int], int | None]
     release: Callable[[int | None], None]
     stop_at: Callable[[int], None]
+    base_at: Callable[[int], None]
 
 
 class KeeperClient:
@@ -163,6 +166,9 @@ class KeeperClient:
     def stop_at(self, step: int) -> None:
         self._send(StopAt(step=step))
 
+    def base_at(self, step: int) -> None:
+        self._send(BaseAt(step=step))
+
     def wait_durable(self, step: int, timeout_s: float | None, *, as_base: bool = False) -> bool:
         return self.wait_for(Level.DURABLE, step, timeout_s, as_base=as_base)
 
@@ -194,9 +200,7 @@ class KeeperClient:
         known = self.replica
         return {**msgspec.structs.asdict(known), "behind": step - known.step} if known is not None else None
 
-    def _send(
-        self, message: Attach | Detach | Join | Persist | StopAt | Bye, descriptors: list[int] | None = None
-    ) -> None:
+    def _send(self, message: Message, descriptors: list[int] | None = None) -> None:
         try:
             if self._channel is not None:
                 self._channel.send(message, descriptors)
@@ -228,6 +232,8 @@ class KeeperClient:
                 answers.release(slot)
             case StopAt(step=step) if answers:
                 answers.stop_at(step)
+            case BaseAt(step=step) if answers:
+                answers.base_at(step)
             case Durable():
                 self.base_write_s, self.record_write_s = message.base_write_s, message.record_write_s
                 with self._state:

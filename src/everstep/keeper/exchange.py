@@ -20,7 +20,7 @@ from everstep.keeper.peer_server import Reply
 from everstep.keeper.peers import Answer, Ask, Peer
 from everstep.keeper.rounds import Orders, Report
 from everstep.store.disk import DiskTier, Incoming
-from everstep.types import ParityPart, Survey, Survives, Traits
+from everstep.types import Holding, ParityPart, Records, Survives, Traits
 
 # -- what is asked
 
@@ -33,6 +33,12 @@ class Tell(Ask, frozen=True, kw_only=True):
 
 class Leave(Ask, frozen=True, kw_only=True):
     """All ranks leave after this step."""
+
+    step: int
+
+
+class TakeBase(Ask, frozen=True, kw_only=True):
+    """All ranks take a base at this step."""
 
     step: int
 
@@ -52,8 +58,8 @@ class AskHeld(Ask, frozen=True, kw_only=True):
     step: int
 
 
-class AskSurvey(Ask, frozen=True, kw_only=True):
-    """All that a node can still read; answered by Surveyed."""
+class AskSeals(Ask, frozen=True, kw_only=True):
+    """What a node has in memory; answered by Seals."""
 
 
 class TierAsk(Ask, frozen=True, kw_only=True):
@@ -90,16 +96,18 @@ class HeldParts(Answer, frozen=True, kw_only=True):
     parts: tuple[ParityPart, ...]
 
 
-class Surveyed(Answer, frozen=True, kw_only=True):
-    survey: Survey
+class Seals(Answer, frozen=True, kw_only=True):
+    bases: tuple[Holding, ...]
+    records: tuple[Records, ...]
 
 
-AnyAsk = Tell | Leave | ReadImage | AskHeld | AskSurvey | TierAsk
-AnyAnswer = Done | No | Told | HeldParts | Surveyed
+AnyAsk = Tell | Leave | TakeBase | ReadImage | AskHeld | AskSeals | TierAsk
+AnyAnswer = Done | No | Told | HeldParts | Seals
 ASKS: msgspec.msgpack.Decoder[AnyAsk] = msgspec.msgpack.Decoder(AnyAsk)
 ANSWERS: msgspec.msgpack.Decoder[AnyAnswer] = msgspec.msgpack.Decoder(AnyAnswer)
 
 _PIECE_BYTES = CHUNK_BYTES
+_READING = ("read", "size", "names", "folders", "free bytes")
 _IN_FLIGHT = 3  # pieces of one put
 _REFUSALS: dict[str, type[Exception]] = {
     "FileNotFoundError": FileNotFoundError, "FileExistsError": FileExistsError, "BadConfig": BadConfig,
@@ -107,15 +115,20 @@ _REFUSALS: dict[str, type[Exception]] = {
 
 
 class TierHost:
-    """Keeps tiers for others. Puts that are never finished are forgotten when the host is."""
+    """Keeps tiers for others: one that they may write to, and some that they may read.
 
-    def __init__(self, tiers: Mapping[str, DiskTier]) -> None:
-        self._tiers = dict(tiers)
+    Puts that are never finished are forgotten when the host is.
+    """
+
+    def __init__(self, tiers: Mapping[str, DiskTier], *, lent: str) -> None:
+        self._tiers, self._lent = dict(tiers), lent
         self._incoming: dict[str, Incoming] = {}
         self._lock = threading.Lock()
 
     def answer(self, ask: TierAsk, payload: memoryview | None) -> Reply:
         try:
+            if ask.tier != self._lent and ask.operation not in _READING:
+                raise TierFailed(f"{ask.tier} is not for others to write to")
             return self._do(self._tiers[ask.tier], ask, payload or memoryview(b""))
         except (FileNotFoundError, FileExistsError, EverstepError) as error:
             return Reply(No(kind=type(error).__name__, reason=str(error)))

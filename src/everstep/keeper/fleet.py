@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from everstep.cadence import Every
-from everstep.errors import Damaged, EverstepError, PeerLost
+from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Joined, Sink
 from everstep.keeper.copies import Copies, Takers
 from everstep.keeper.exchange import (
@@ -22,44 +22,50 @@ from everstep.keeper.exchange import (
     AnyAnswer,
     AnyAsk,
     AskHeld,
+    AskSeals,
     Done,
     HeldParts,
     Leave,
     ReadImage,
     RemoteTier,
+    Seals,
+    TakeBase,
     Tell,
     TierAsk,
     TierHost,
     Told,
 )
 from everstep.keeper.lane import HeldBase, LaneWorker, Work
+from everstep.keeper.note import FleetNote, forget_note, write_note
 from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
 from everstep.keeper.peer_server import Reply, Server
 from everstep.keeper.peers import Peer
-from everstep.keeper.protocol import Hello, Member
+from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt, Trouble
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.protect.groups import NodePlace, parity_groups, partners
+from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
 from everstep.tiers import Parity, Partner, Tiers
-from everstep.types import Level, Survives
+from everstep.types import Holding, Level, Records, Survives
 
 _TELL_S = 0.02
 _SHARE = 0.1  # of its time, that a lane without a cadence takes at most
+_STUCK_S = 5.0
 _GUESTS = "guests"
 
 
 class Fleet:
     def __init__(
-        self, hello: Hello, node: str, tiers: Tiers, roster: Roster, guests: MemoryTier, takers: Takers, emit: Sink,
-        announce: Callable[[], None],
+        self, hello: Hello, node: str, tiers: Tiers, roster: Roster, guests: MemoryTier, disk: DiskTier,
+        takers: Takers, emit: Sink, announce: Callable[[], None],
     ) -> None:  # fmt: skip
         """`announce`: tell the trainers how far each level is."""
         self._hello, self._node, self._tiers, self._roster = hello, node, tiers, roster
         self._guests, self._takers, self._emit, self._announce = guests, takers, emit, announce
         self._copies: Copies | None = None
-        self._host = TierHost({_GUESTS: guests})
+        self._host = TierHost({_GUESTS: guests, "disk": disk}, lent=_GUESTS)
         self._members: tuple[Member, ...] = ()
         self._peers: dict[str, Peer[AnyAnswer]] = {}
         self._lanes: dict[str, LaneWorker] = {}
@@ -68,7 +74,7 @@ class Fleet:
         self._rounding = threading.Lock()
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
-        self.leave_at: Callable[[int], None] = lambda step: None  # what to do when all are to leave
+        self._stuck_since = time.monotonic()
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
@@ -85,6 +91,7 @@ class Fleet:
     def join(self, members: tuple[Member, ...], deeper: list[Work], disk: Callable[[], Lane] | None) -> None:
         """Begin to work with the others. `disk`: how far this node's disk is, where there are several."""
         self._members = members
+        write_note(self._hello.run, FleetNote(members=members, secret=self._hello.secret))
         for member in members:
             if member.node != self._node:
                 self._peers[member.node] = Peer(member.node, member.address, self._hello.secret, ANSWERS)
@@ -152,6 +159,7 @@ class Fleet:
         return [work if work is not None else _Unprotected()]
 
     def close(self) -> None:
+        forget_note(self._hello.run)
         self._ending.set()
         for peer in self._peers.values():
             peer.close()
@@ -203,6 +211,7 @@ class Fleet:
         while not self._ending.wait(_TELL_S):
             try:
                 self._hear(self._tell())
+                self._complain()
                 is_lost = False
             except (EverstepError, OSError) as error:
                 if not is_lost:
@@ -227,6 +236,21 @@ class Fleet:
         with self._rounding:
             return self._rounds.hear(report, time.monotonic())
 
+    def _complain(self) -> None:
+        """Whoever waits for what can only come with a later base is told so: it would wait for ever."""
+        newest = self._roster.newest_of_life()
+        stuck = [
+            name
+            for name, wanted in self.wanted.items()
+            if newest is not None and max(self.order(name).reach, newest) < min(wanted, self.order(name).step)
+        ]
+        if not stuck:
+            self._stuck_since = time.monotonic()
+        elif time.monotonic() - self._stuck_since > _STUCK_S:
+            self._stuck_since = time.monotonic()
+            step = self.order(stuck[0]).step
+            self._roster.tell(Trouble(reason=f"other nodes have a base of step {step}, and {self._node} has none yet"))
+
     def _hear(self, orders: Orders) -> None:
         if orders.generation != self._hello.generation:
             return  # the other keeper has not joined this life yet
@@ -242,15 +266,43 @@ class Fleet:
                 return Reply(Told(orders=self._take_in(report)))
             case TierAsk():
                 return self._host.answer(ask, payload)
+            case AskSeals():
+                return Reply(self._seals())
             case AskHeld(step=step):
                 return Reply(HeldParts(parts=member_of(self._node, self._held(step)).parts))
             case ReadImage():
                 return self._read_image(ask)
             case Leave(step=step):
-                self.leave_at(step)
+                self.pass_to_ranks(StopAt(step=step))
+                return Reply(Done())
+            case TakeBase(step=step):
+                self.pass_to_ranks(BaseAt(step=step))
                 return Reply(Done())
             case _:
                 raise EverstepError(f"{type(ask).__name__} is not answered here")
+
+    def _seals(self) -> Seals:
+        bases: list[Holding] = []
+        records: list[Records] = []
+        for session in self._roster.all():
+            for arena in (one for one in session.arenas() if one.kind in ("base", "log")):
+                for slot, seal in sorted(arena.seals().items(), key=lambda item: item[1].step):
+                    if arena.kind == "base":
+                        checked = arena.checks(slot) is not None
+                        bases.append(
+                            Holding(
+                                source="memory", node=self._node, step=seal.step, rank=arena.rank, world=arena.world,
+                                generation=seal.generation, bytes=seal.length, cut_time=seal.cut_time, checked=checked,
+                            )
+                        )  # fmt: skip
+                        continue
+                    records.append(
+                        Records(
+                            source="memory", node=self._node, rank=arena.rank, world=arena.world, first=seal.step,
+                            last=seal.step, bytes=seal.length, cut_time=seal.cut_time,
+                        )
+                    )  # fmt: skip
+        return Seals(bases=tuple(bases), records=tuple(records))
 
     def _held(self, step: int) -> HeldBase:
         lane = self._lanes.get("protect")
@@ -265,13 +317,20 @@ class Fleet:
                 return Reply(Done(number=ask.length), [arena.image(slot)[ask.offset : ask.offset + ask.length]])
         raise Damaged(f"rank {ask.rank} is not on {self._node}")
 
-    def pass_on(self, step: int) -> None:
-        """Have the ranks of all other nodes leave after this step, too."""
+    def pass_to_ranks(self, message: StopAt | BaseAt) -> None:
+        self._roster.tell(message)
+
+    def pass_on(self, message: StopAt | BaseAt) -> None:
+        """To the ranks of all other nodes, by threads of their own: one that is lost holds up nobody."""
+        ask = Leave(step=message.step) if isinstance(message, StopAt) else TakeBase(step=message.step)
         for peer in self._peers.values():
-            try:
-                peer.ask(Leave(step=step))
-            except (PeerLost, EverstepError) as error:
-                self._emit(Degraded(what=f"node {peer.node} does not know that all leave", reason=str(error)))
+            threading.Thread(target=self._pass_to, args=(peer, ask), name="everstep-pass-on", daemon=True).start()
+
+    def _pass_to(self, peer: Peer[AnyAnswer], ask: Leave | TakeBase) -> None:
+        try:
+            peer.ask(ask)
+        except EverstepError as error:
+            self._emit(Degraded(what=f"node {peer.node} does not hear of {ask}", reason=str(error)))
 
 
 def tier_name(tier: object) -> str:

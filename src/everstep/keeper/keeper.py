@@ -31,6 +31,7 @@ from everstep.keeper.protocol import (
     AnyMessage,
     AskReplica,
     Attach,
+    BaseAt,
     Bye,
     Channel,
     Detach,
@@ -183,10 +184,10 @@ class Keeper:
                 self._records.asked.set()
                 if self._logbook.reach() >= message.step:
                     channel.send(self._durable())
-            case StopAt():
+            case StopAt() | BaseAt():
                 self._roster.tell(message)
                 if self._fleet is not None:
-                    self._fleet.pass_on(message.step)
+                    self._fleet.pass_on(message)
             case Join() if session is not None:
                 self._join(message, session.hello)
             case Inherit():
@@ -255,9 +256,9 @@ class Keeper:
 
         guests = guest_tier(hello.run, tiers.memory.path)
         forget_guests(guests, hello)
-        fleet = Fleet(hello, node_name(), tiers, self._roster, guests, self._takers, self._emit, self._announce)
-        fleet.leave_at = lambda step: self._roster.tell(StopAt(step=step))
-        return fleet
+        return Fleet(
+            hello, node_name(), tiers, self._roster, guests, self._tier, self._takers, self._emit, self._announce
+        )  # fmt: skip
 
     def _join(self, message: Join, hello: Hello) -> None:
         if self._fleet is None or self._fleet.has_joined:

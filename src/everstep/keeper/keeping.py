@@ -20,6 +20,8 @@ from everstep.capture.snapshot import Capture
 from everstep.capture.steering import Steering
 from everstep.keeper.client import KeeperClient
 
+_ALL_HEAR = 2  # steps until every rank has heard what one of them says
+
 
 class Keeping:
     def __init__(
@@ -49,6 +51,7 @@ class Keeping:
         self.compression = Compression(subjects, compressor) if compressor is not None else None
         self.last_step: int | None = None  # that was taken in this life,
         self._last_at = 0.0
+        self._base_steps: set[int] = set()  # at which all ranks take a base, because one of them needs it
         self.recorder = self._begin_log(rings, resumed_from)
 
     def _begin_log(self, rings: list[Arena], resumed_from: int | None) -> Recorder | None:
@@ -93,6 +96,8 @@ class Keeping:
         With several nodes the first of a life is a base: nodes may be new, and have none that records could follow.
         """
         base |= self.last_step is None and self._life.topology.has_many_nodes
+        base |= step in self._base_steps
+        self._base_steps = {one for one in self._base_steps if one > step}
         self.last_step, self._last_at = step, time.monotonic()
         tree = self._tree()
         if self.recorder is None:
@@ -106,6 +111,14 @@ class Keeping:
         if base or self.capture.base_step < self.recorder.whole_since or is_base_due:
             self.capture.cut(step, trees.encode(tree, "state"))
             self._prepare(self.recorder)
+        if self.recorder.is_short_of_room and self._life.topology.world > 1:
+            # A rank must not go over to a base alone: neither would lead on from there with the records of the others.
+            self.take_base_at(step + _ALL_HEAR)
+            self._keeper.base_at(step + _ALL_HEAR)
+
+    def take_base_at(self, step: int) -> None:
+        """All ranks take a base at a step that none of them can have passed."""
+        self._base_steps = self._base_steps | {step}
 
     def _prepare(self, recorder: Recorder) -> None:
         """A base was taken: the next steps can be recorded."""

@@ -103,6 +103,12 @@ class StopAt(Message, frozen=True, kw_only=True):
     step: int
 
 
+class BaseAt(Message, frozen=True, kw_only=True):
+    """One rank runs out of room for records: all take a base at this step (also passed on by the keeper)."""
+
+    step: int
+
+
 class Inherit(Message, frozen=True, kw_only=True):
     """What did earlier lives leave in memfds?"""
 
@@ -180,7 +186,7 @@ class Inherited(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    Hello | Join | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
+    Hello | Join | BaseAt | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
     | Durable | Trouble | Inherited | AskReplica | Replicated | Hold | Held
 )  # fmt: skip
 

@@ -128,10 +128,10 @@ class Rounds:
         return now - state.completed_at >= took / self._share
 
     def _next(self, name: str, state: _State, now: float) -> int:
-        """The next step that no node can have passed yet; or the very one that all are waiting at, or stay at."""
-        newest, waiting, steps = max(self._newest.values()), self._waiting(name), self._cadences[name].steps or 1
-        if waiting >= newest and waiting > state.complete:
-            return waiting
+        """The next step that no node can have passed yet; or the newest base, if training waits or stays there."""
+        newest, steps = max(self._newest.values()), self._cadences[name].steps or 1
+        if self._waiting(name) >= newest:
+            return newest if newest > state.complete else state.step  # from that one on records lead, or nothing does
         is_still = len(set(self._newest.values())) == 1 and now - self._changed_at >= STILL_S
         is_far_enough = newest // steps > max(0, state.complete) // steps
         if is_still and is_far_enough and newest > max(state.complete, state.step):

@@ -14,7 +14,7 @@ import msgspec
 from everstep import image
 from everstep.errors import Diverged, EverstepError
 from everstep.recover.plan import make_plan, reaches, up_to, without
-from everstep.recover.reach import only, restorable
+from everstep.recover.reach import nodes_of, only, restorable
 from everstep.recover.survey import Sources
 from everstep.store.log import log_folder, log_name, rank_of, read_log, scan, segments
 from everstep.topology import process_alive
@@ -138,15 +138,21 @@ def is_training(sources: Sources) -> bool:
 
 
 def sound_plan(sources: Sources, survey: Survey) -> Plan:
-    """The plan whose every byte is good, but for memory that is being trained in."""
-    nodes, changing = {h.node for h in survey.holdings}, {"memory"} if is_training(sources) else set()
+    """The plan whose every byte is good, but for memory that is being trained in, and what is on other nodes."""
+    nodes = nodes_of(survey)
+    is_changing = is_training(sources)
+
+    def is_steady(held: Holding | Records) -> bool:
+        is_here = held.everywhere or held.node == sources.node
+        return is_here and held.source != "parity" and not (is_changing and held.source == "memory")
+
     while True:
         plan = make_plan(survey, nodes)
-        looked_at = [(h, check_part(sources, h)) for h in plan.parts if h.source not in changing]
+        looked_at = [(h, check_part(sources, h)) for h in plan.parts if is_steady(h)]
         bad: list[tuple[Holding | Records, str]] = [(h, finding.problem) for h, finding in looked_at if finding.problem]
-        values = [(v, check_values(sources, v)) for v in plan.values if v.source not in changing]
+        values = [(v, check_values(sources, v)) for v in plan.values if is_steady(v)]
         bad += [(v, finding.problem) for v, finding in values if finding.problem]
-        bad += _bad_records(sources, [r for r in plan.records if r.source not in changing])
+        bad += _bad_records(sources, [r for r in plan.records if is_steady(r)])
         if not bad:
             return plan
         for what, problem in bad:

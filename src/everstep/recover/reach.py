@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import get_args
 
 import msgspec
 
 from everstep.recover.plan import reaches, without
 from everstep.types import Exposure, Holding, Plan, Records, Source, Survey
 
-_EVENTS: tuple[tuple[str, tuple[Source, ...]], ...] = (
-    ("the process dies", ("memory", "disk")),
-    ("the machine reboots", ("disk",)),
-    ("this disk is lost", ()),
+_HERE: tuple[tuple[str, tuple[Source, ...]], ...] = (  # what is gone from this node
+    ("the process dies", ()),
+    ("the machine reboots", ("memory", "partner")),
+    ("this disk is lost", get_args(Source)),
 )
 
 
@@ -36,9 +37,8 @@ class Kept:
 
 def kept_steps(survey: Survey) -> list[Kept]:
     """Every step that a base and whole records lead to, oldest first."""
-    nodes = {holding.node for holding in survey.holdings}
-    ways = {step: parts for parts, steps in reaches(survey, nodes) for step in steps}
-    enough = {source: restorable(only(survey, source)) for source in ("memory", "disk")}
+    ways = {step: parts for parts, steps in reaches(survey, nodes_of(survey)) for step in steps}
+    enough = {source: restorable(only(survey, source)) for source in get_args(Source)}
     sizes: dict[int, dict[int, int]] = {}
     times: dict[int, float] = {}
     for one in survey.records:
@@ -54,7 +54,7 @@ def kept_steps(survey: Survey) -> list[Kept]:
                 step=step, base=base, world=parts[0].world,
                 bytes=sum(h.bytes for h in parts) if own else sum(sizes[step].values()),
                 cut_time=max(h.cut_time for h in parts) if own else times.get(step),
-                sources=tuple(source for source in ("memory", "disk") if step in enough[source]),
+                sources=tuple(source for source in get_args(Source) if step in enough[source]),
                 replica=next((h.replica for h in parts if h.replica), ""),
             )
         )  # fmt: skip
@@ -62,8 +62,13 @@ def kept_steps(survey: Survey) -> list[Kept]:
 
 
 def restorable(survey: Survey) -> set[int]:
-    nodes = {holding.node for holding in survey.holdings}
-    return {step for parts, steps in reaches(survey, nodes) for step in steps}
+    return {step for parts, steps in reaches(survey, nodes_of(survey)) for step in steps}
+
+
+def nodes_of(survey: Survey) -> set[str]:
+    """Those that have anything."""
+    held: list[Holding | Records] = [*survey.holdings, *survey.records]
+    return {one.node for one in held} | {one.node for one in survey.parities}
 
 
 def only(survey: Survey, *sources: str) -> Survey:
@@ -72,6 +77,7 @@ def only(survey: Survey, *sources: str) -> Survey:
         holdings=tuple(h for h in survey.holdings if h.source in sources),
         records=tuple(r for r in survey.records if r.source in sources),
         values=tuple(v for v in survey.values if v.source in sources),
+        parities=survey.parities if "parity" in sources else (),
         rejections=tuple(r for r in survey.rejections if r.source in sources),
     )
 
@@ -79,13 +85,14 @@ def only(survey: Survey, *sources: str) -> Survey:
 def take_away(survey: Survey, lost: Collection[str]) -> Survey:
     """The survey after the loss of sources or nodes, by their names."""
     gone: list[Holding | Records] = [*survey.holdings, *survey.records]
-    gone = [one for one in gone if one.source in lost or one.node in lost]
+    gone = [one for one in gone if one.source in lost or (one.node in lost and not one.everywhere)]
     for holding in (one for one in gone if isinstance(one, Holding)):
         survey = without(survey, holding, f"{holding.source} is taken to be lost")
     return msgspec.structs.replace(
         survey,
         records=tuple(r for r in survey.records if r not in gone),
-        values=tuple(v for v in survey.values if v.source not in lost and v.node not in lost),
+        values=tuple(v for v in survey.values if v.source not in lost and (v.everywhere or v.node not in lost)),
+        parities=tuple(p for p in survey.parities if "parity" not in lost and p.node not in lost),
     )
 
 
@@ -97,18 +104,21 @@ def newest_in(survey: Survey, source: Source) -> int | None:
     return max(held & restorable(survey), default=None)
 
 
-def exposure(survey: Survey, step: int, cut_time: float, now: float | None) -> list[Exposure]:
-    """What would be gone right now, for each kind of event. `now` is None when nobody trains: then work has stopped."""
+def exposure(survey: Survey, node: str, step: int, cut_time: float, now: float | None) -> list[Exposure]:
+    """What would be gone right now, for each kind of event on a node.
+
+    `now` is None when nobody trains: then work has stopped.
+    """
     kept = kept_steps(survey)
     present = max([k.step for k in kept] + [step], default=0)
     until = now if now is not None else max([_time(k, kept) for k in kept[-1:]] + [cut_time])
     table = []
-    for event, survivors in _EVENTS:
-        newest = next(reversed(kept_steps(only(survey, *survivors))), None)
+    for event, gone in _HERE:
+        newest = next(reversed(kept_steps(_without_here(survey, node, gone))), None)
         if newest is None:
             table.append(Exposure(event=event, restored_from="nothing", steps=present, seconds=None))
             continue
-        source = next(iter(newest.sources), "memory and disk")
+        source = next(iter(newest.sources), "several places")
         table.append(
             Exposure(
                 event=event,
@@ -118,6 +128,19 @@ def exposure(survey: Survey, step: int, cut_time: float, now: float | None) -> l
             )
         )
     return table
+
+
+def _without_here(survey: Survey, node: str, gone: Collection[Source]) -> Survey:
+    """What is left when a node loses some of its places. What all nodes see is on none of them."""
+
+    def stays(held: Holding | Records) -> bool:
+        return held.everywhere or held.node != node or held.source not in gone
+
+    return Survey(
+        holdings=tuple(filter(stays, survey.holdings)), records=tuple(filter(stays, survey.records)),
+        values=tuple(filter(stays, survey.values)),
+        parities=tuple(p for p in survey.parities if p.node != node or "partner" not in gone),
+    )  # fmt: skip
 
 
 def _time(one: Kept, kept: Sequence[Kept]) -> float:

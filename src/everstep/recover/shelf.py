@@ -87,7 +87,8 @@ class Shelf:
         self, tier: Tier, run: str, *, source: Source, node: str, everywhere: bool = False, commits: bool = True
     ) -> None:
         self.tier, self.source = tier, source
-        self._run, self._node, self._everywhere, self._commits = run, node, everywhere, commits
+        self._run, self._everywhere, self._commits = run, everywhere, commits
+        self._node = "" if everywhere else node  # what all nodes see counts once
         self._logs: dict[tuple[int, int], LogRead] = {}  # start, rank -> what is good of it
 
     # -- what there is
