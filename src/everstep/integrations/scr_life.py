@@ -48,7 +48,10 @@ class Keeping:
         self.slots = Slots(life, [*left, *rings], lambda: self.settle(flush=True))
         self.asked_to_stop = False
         self._keeper.listen_with(
-            Answers(lease=self.slots.lease, release=self.slots.release, stop_at=self._stop_at)
+            Answers(
+                lease=self.slots.lease, release=self.slots.release, stop_at=self._stop_at,
+                base_at=lambda step: None,  # nobody records steps here, so nobody runs out of room for them
+            )
         )  # fmt: skip
         self._newest = self._flush = _NONE
 
