@@ -19,6 +19,7 @@ from everstep.errors import (
     BadConfig,
     NewerFormat,
     NothingToRestore,
+    RunHeld,
 )
 from everstep.keeper import flush
 from everstep.keeper.client import keeper_pid, replica_of
@@ -55,8 +56,9 @@ from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
 from everstep.store.manifest import RUN_RECORD, committed_steps, partial_steps, read_commit, read_part, run_name
 from everstep.store.places import Places
+from everstep.store.tier import Tier
 from everstep.topology import process_alive
-from everstep.types import Commit, Part, Plan, Source, Survey
+from everstep.types import Commit, Part, Plan, Source, Survey, Survives
 
 if TYPE_CHECKING:
     pass
@@ -223,6 +225,22 @@ class Archive:
             checkpoint = retrieve(sources, step, 0)
         write(checkpoint, Path(path), format=format, only=only)
         return checkpoint.step
+
+    def scavenge(self, to: str | None = None, *, watch: Callable[[int, int], None] | None = None) -> tuple[int, str]:
+        """After the job is gone for good: write the newest base that all nodes together still have to one place.
+
+        to: a directory; by default the deepest tier of the run, else its own directory. Returns the step, and where.
+        """
+        from everstep.recover.salvage import salvage
+
+        tier: Tier = [self._tier, *self._places.deeper_tiers().values()][-1]
+        if to is not None:
+            tier = DiskTier(Path(to).absolute(), name=to, survives=Survives.NODE)
+        with self._sources() as sources:
+            if is_training(sources):
+                raise RunHeld(str(self.directory), 0, sources.node)
+            step = salvage(sources, self._everywhere(sources), read_note(self.run), tier, watch)
+        return step, tier.name
 
     # -- right now
 

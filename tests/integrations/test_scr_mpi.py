@@ -40,7 +40,7 @@ number = int(name.removeprefix("step")) + 1 if name else 1
 for following in (number, number + 1):
     assert write(following, rank)
 assert scr.finalize()
-print("rank", rank, "restarted from", name, flush=True)
+print("rank %d restarted from %s" % (rank, name), flush=True)  # in one piece: others print, too
 """
 
 

@@ -163,12 +163,12 @@ class Cluster:
         raise FileNotFoundError("no node has a run")
 
     def memory(self, node: str) -> Path:
-        return self._on(node, lambda: arena_root(None))
+        return self.on(node, lambda: arena_root(None))
 
     def keeper(self, node: str) -> int | None:
-        return self._on(node, lambda: keeper_pid(self.run()))
+        return self.on(node, lambda: keeper_pid(self.run()))
 
-    def _on(self, node: str, what: Callable[[], Any]) -> Any:
+    def on(self, node: str, what: Callable[[], Any]) -> Any:
         before = os.environ.get("EVERSTEP_NODE")
         os.environ["EVERSTEP_NODE"] = node
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,35 @@ def test_a_plan_says_beforehand_what_the_loss_of_a_node_would_cost(scheme: str, 
     assert plan.step == (5 if tiers else None)
     told = {row["event"]: row["steps"] for row in msgspec.json.decode(status.read_bytes())["exposure"]}
     assert told["this disk is lost"] == (0 if tiers else 5), "what the loss of this node would cost"
+
+
+def test_what_is_left_when_all_trainers_are_gone_reaches_the_shared_tier(cluster: Any) -> None:
+    nodes = cluster(1, 1, linger="1s")
+    nodes.options["tiers"] = [Shared(str(nodes.root / "lustre"), every=100)]
+    nodes.live(die_at(5))
+    shared = DiskTier(nodes.root / "lustre")
+    deadline = time.monotonic() + 60
+    while 5 not in committed_steps(shared):
+        assert time.monotonic() < deadline, "the keepers kept it to themselves"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("scheme", ["partner", "xor"])
+def test_scavenging_completes_what_a_lost_node_had(scheme: str, cluster: Any, undisturbed: Any) -> None:
+    nodes = cluster(1, 1, 1, tiers=[Partner()] if scheme == "partner" else [Parity("xor")])
+    nodes.live(die_at(5, level="protected"))
+    nodes.lose(nodes.nodes[2])
+    rescued = nodes.root / "rescued"
+    deadline = time.monotonic() + 30
+    while True:  # until the other keepers have brought their memory to their disks
+        step, _ = nodes.on(
+            nodes.nodes[0], lambda: everstep.open(nodes.directory(nodes.nodes[0])).scavenge(str(rescued))
+        )
+        if step == 5:
+            break
+        assert time.monotonic() < deadline, f"only step {step} could be rescued"
+    nodes.lose(*nodes.nodes)
+    nodes.options["tiers"] = [Shared(str(rescued))]
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [5] * 3
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, 1)}

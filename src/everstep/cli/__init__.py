@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from everstep.cli import export, gc, ls, plan, rm, show, status, tune, verify
+from everstep.cli import export, gc, ls, plan, rm, scavenge, show, status, tune, verify
 from everstep.errors import EverstepError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (ls, show, status, verify, plan, tune, export, rm, gc):
+for module in (ls, show, status, verify, plan, tune, export, scavenge, rm, gc):
     app.command(module.__name__.rsplit(".", 1)[1])(module.command)
 
 

@@ -82,17 +82,18 @@ class DeeperWork:
             return False
         return (part.generation, part.bytes) == (generation, size)
 
-    def _commit(self, step: int) -> None:
-        """By whoever brings the last part; where that one could not see the others', by the one who cleans up."""
+    def _commit(self, step: int) -> bool:
+        """By whoever brings the last part; if that one could not see the others' yet, by the first who can."""
         world = self._hello.world
-        flush.commit(self._tier, step, range(world), world, self._hello.generation)
+        return flush.commit(self._tier, step, range(world), world, self._hello.generation)
 
     def reach(self, base: int) -> int:
         return base  # records stay nearer
 
     def over(self, base: int, before: int) -> None:
+        if not self._commit(base):
+            raise Damaged("not all parts of it can be read there", tier=self._tier.name, step=base)
         if self._retires:
-            self._commit(base)
             for gone in flush.retire(self._tier, _kept_on(self.name, self._hello), self._hello.run):
                 self._emit(Retired(step=gone, reason=f"newer checkpoints are on {self._tier.name}"))
             flush.clean(self._tier)

@@ -75,6 +75,7 @@ class Fleet:
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
         self._stuck_since = time.monotonic()
+        self._announced: dict[str, int] = {}
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
@@ -175,7 +176,11 @@ class Fleet:
 
     @property
     def may_end(self) -> bool:
-        """Whether no other node is left waiting for what only this one can tell it."""
+        """Whether no other node is left waiting for what only this one can tell it, and deeper tiers have all."""
+        newest = self._roster.newest_of_life()
+        deeper = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
+        if newest is not None and any(lane.complete < newest - 1 for lane in deeper):
+            return False  # a rank may have been a step ahead of the others when all died
         return self._rounds is None or self._rounds.has_told_all
 
     def want(self, level: Level, step: int) -> None:
@@ -189,9 +194,10 @@ class Fleet:
     def levels(self) -> dict[str, int]:
         """How far the levels beyond this node are, as trainers are told."""
         protect, deeper = self.order("protect"), [self.order(tier_name(tier)) for tier in self._tiers.deeper]
+        lanes = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
         return {
             "protected": protect.reach,
-            "shared": min((order.complete for order in deeper), default=NONE),
+            "shared": min((lane.complete for lane in lanes), default=NONE),
             "shared_next": min((order.step for order in deeper), default=NONE),
             "protected_missed": protect.missed,
             "shared_missed": max((order.missed for order in deeper), default=NONE),
@@ -222,7 +228,8 @@ class Fleet:
         newest = self._roster.newest_of_life()
         report = Report(
             node=self._node, generation=self._hello.generation, newest=NONE if newest is None else newest,
-            wanted=dict(self.wanted), lanes={name: status() for name, status in self._reported.items()},
+            is_alive=self._roster.is_anybody_alive(), wanted=dict(self.wanted),
+            lanes={name: status() for name, status in self._reported.items()},
         )  # fmt: skip
         if self._rounds is not None:
             return self._take_in(report)
@@ -255,7 +262,9 @@ class Fleet:
         if orders.generation != self._hello.generation:
             return  # the other keeper has not joined this life yet
         before, self.orders = self.orders, orders
-        if orders.lanes != before.lanes:
+        complete = {name: lane.complete for name, lane in self._lanes.items()}
+        if orders.lanes != before.lanes or complete != self._announced:
+            self._announced = complete
             self._announce()
 
     # -- being asked

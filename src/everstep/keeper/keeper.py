@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
 _INLINE_PATIENCE_S = 30.0
-_FAREWELL_S = 10.0  # until other nodes must have heard how the run ended
+_FAREWELL_S = 10.0  # until other nodes must have heard how the run ended,
+_LAST_FLUSH_S = 120.0  # and until deeper tiers must have what is left of one that did not
 
 
 class Keeper:
@@ -308,8 +309,11 @@ class Keeper:
         if newest is not None:
             self._bases.read_back(sessions[0].hello.run, newest)
         is_held = any(s.outgrown or self._is_behind(s) for s in sessions)
-        is_held |= self._fleet is not None and not self._fleet.may_end and idle < linger + _FAREWELL_S
+        is_held |= self._fleet is not None and not self._fleet.may_end and idle < linger + self._farewell_s()
         return gives_up or not (is_held or (newest is not None and newest > self._logbook.base))
+
+    def _farewell_s(self) -> float:
+        return _FAREWELL_S if all(session.done for session in self._roster.all()) else _LAST_FLUSH_S
 
     def _is_behind(self, session: Session) -> bool:
         return session.ring is not None and self._logbook.is_behind(session.ring)

@@ -21,6 +21,7 @@ from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.session import Session, lease_all
 
 _TICK_S = 0.01
+_REST_S = 1.0
 _TRIES = 3  # of one step; then the others are told not to wait for it
 
 
@@ -71,7 +72,7 @@ class LaneWorker:
         self._lock = threading.Lock()
         self._held: HeldBase | None = None
         self._done, self._missed, self._seconds = NONE, NONE, 0.0
-        self._complete = NONE
+        self.complete = NONE  # the newest step that all nodes have brought, as far as this one has seen to it
         self._failures, self._retry_at = 0, 0.0
 
     @property
@@ -79,7 +80,7 @@ class LaneWorker:
         return self._work.name
 
     def status(self) -> Lane:
-        reach = self._work.reach(self._complete)
+        reach = self._work.reach(self.complete)
         return Lane(done=self._done, missed=self._missed, reach=reach, seconds=self._seconds)
 
     def held(self, step: int) -> HeldBase | None:
@@ -90,7 +91,7 @@ class LaneWorker:
     def work(self, ending: threading.Event) -> None:
         while not ending.wait(_TICK_S):
             order = self._order()
-            if order.complete > self._complete:
+            if order.complete > self.complete:
                 self._end_round(order.complete)
             if order.step > max(self._done, self._missed) and time.monotonic() >= self._retry_at:
                 self._try(order.step)
@@ -145,11 +146,15 @@ class LaneWorker:
 
     def _end_round(self, complete: int) -> None:
         self._let_go()
+        if time.monotonic() < self._retry_at:
+            return
         try:
-            self._work.over(complete, self._complete)
-        except Exception as error:  # what is left lies there for the next round
-            self._emit(Degraded(what=f"what step {complete} makes needless is still there", reason=str(error)))
-        self._complete = complete
+            self._work.over(complete, self.complete)
+        except Exception as error:  # whatever it is: it is tried again, and nobody is left in the dark
+            self._retry_at = time.monotonic() + _REST_S
+            self._emit(Degraded(what=f"step {complete} is not {_LEVEL[self.name]} yet", reason=str(error)))
+            return
+        self.complete = complete
 
 
 _LEVEL = {"disk": "durable", "protect": "protected", "shared": "on the shared tier", "objects": "in the object store"}

@@ -38,6 +38,7 @@ class Report(Noun, frozen=True, kw_only=True):
     node: str
     generation: str
     newest: int  # the newest step of which it has a base
+    is_alive: bool = True  # whether anybody trains there
     wanted: dict[str, int] = msgspec.field(default_factory=dict)  # lane -> a step that somebody there waits for
     lanes: dict[str, Lane] = msgspec.field(default_factory=dict)
 
@@ -73,6 +74,7 @@ class Rounds:
         self._newest: dict[str, int] = {}
         self._changed_at = 0.0  # when one of them last did
         self._wanted: dict[str, dict[str, int]] = {}
+        self._alive: dict[str, bool] = {}
         self._states = {lane: _State() for lane in cadences}
         self._told: dict[str, dict[str, int]] = {}  # node -> lane -> the complete step that it knows of
 
@@ -88,6 +90,7 @@ class Rounds:
             if self._newest.get(report.node) != report.newest:
                 self._newest[report.node], self._changed_at = report.newest, now
             self._wanted[report.node] = report.wanted
+            self._alive[report.node] = report.is_alive
             for name, lane in report.lanes.items():
                 if name in self._states:
                     self._states[name].lanes[report.node] = lane
@@ -102,7 +105,8 @@ class Rounds:
         if has_heard_all and len(done) == 1 and min(done) > state.complete:
             state.complete, state.completed_at = min(done), now
         is_lost = any(lane.missed >= state.step for lane in lanes) or (has_heard_all and min(done) >= state.step)
-        if state.step > state.complete and not is_lost and not self._is_waited_before(name, state.step):
+        is_in_vain = not any(self._alive.values()) and state.step > min(self._newest.values(), default=NONE)
+        if state.step > state.complete and not (is_lost or is_in_vain or self._is_waited_before(name, state.step)):
             return  # under way
         if has_heard_all and self._is_due(name, state, now):
             state.step = self._next(name, state, now)
@@ -118,6 +122,8 @@ class Rounds:
 
     def _is_due(self, name: str, state: _State, now: float) -> bool:
         every = self._cadences[name]
+        if not any(self._alive.values()):
+            return min(self._newest.values()) > state.complete
         if self._waiting(name) > self._reach(state):
             return True
         if state.complete == NONE or every.steps is not None:
@@ -129,6 +135,8 @@ class Rounds:
 
     def _next(self, name: str, state: _State, now: float) -> int:
         """The next step that no node can have passed yet; or the newest base, if training waits or stays there."""
+        if not any(self._alive.values()):
+            return min(self._newest.values())  # all have it: nobody was more than a step ahead
         newest, steps = max(self._newest.values()), self._cadences[name].steps or 1
         if self._waiting(name) >= newest:
             return newest if newest > state.complete else state.step  # from that one on records lead, or nothing does

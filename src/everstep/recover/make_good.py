@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Protocol
 
 from everstep import image
 from everstep.errors import Damaged, EverstepError
-from everstep.image import CHUNK_BYTES
+from everstep.image import CHUNK_BYTES, ImageLayout
 from everstep.protect.parity import Read, rebuild
 from everstep.protect.stripes import Geometry, Place
-from everstep.recover.assemble import Image
-from everstep.recover.carry import Carrier
 from everstep.recover.plan import lost_members
 from everstep.store.manifest import check_chunks
-from everstep.types import ParityHolding, ParityRecord, Plan
+from everstep.types import ImageInfo, ParityHolding, ParityRecord, Plan
+
+Image = tuple[ImageLayout, ImageInfo, memoryview]
 
 
-def rebuild_parts(carrier: Carrier, plan: Plan, images: dict[int, Image]) -> list[tuple[ParityHolding, str]]:
+class ParityReader(Protocol):
+    """Whoever has parity: this node, or all of them."""
+
+    def parity(self, holding: ParityHolding) -> memoryview: ...
+
+
+def rebuild_parts(carrier: ParityReader, plan: Plan, images: dict[int, Image]) -> list[tuple[ParityHolding, str]]:
     """Add to the images those that only parity has. Returns the parity that turned out to be bad, and why."""
     bad: list[tuple[ParityHolding, str]] = []
     groups: dict[tuple[object, ...], dict[int, memoryview]] = defaultdict(dict)

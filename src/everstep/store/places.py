@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.capture.host import arena_root
-from everstep.errors import Damaged, EverstepError
+from everstep.errors import EverstepError
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import encode, read_record
@@ -42,10 +42,10 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def written(cls, directory: Path) -> Places:
-        """What a run's directory says. Its absence is no error: older runs have none."""
+        """What a run's directory says. Its absence is no error: older runs have none. Damaged if it cannot be read."""
         try:
             record = read_record(DiskTier(directory), RECORD, TiersRecord)
-        except (Damaged, OSError):
+        except (FileNotFoundError, NotADirectoryError):
             return cls(directory=str(directory))
         return cls(
             directory=str(directory), memory=record.memory, disk=record.disk, shared=record.shared,
