@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ class Cluster:
 
     def __init__(self, root: Path, ranks: Sequence[int], **options: Any) -> None:
         self.root, self.options = root, options
-        self.nodes = [f"{root.name}-n{number}"[-40:] for number in range(len(ranks))]
+        own = uuid.uuid4().hex[:8]  # other tests run beside this one, and nodes of one name share their memory
+        self.nodes = [f"{own}-n{number}" for number in range(len(ranks))]
         self.ranks = dict(zip(self.nodes, ranks, strict=True))
         self.domains: dict[str, str] = {}
 

@@ -241,7 +241,8 @@ class Keeper:
         self._generation = hello.generation
         self._halting.begin_life()
         sessions = self._roster.sessions
-        for gone in [sessions.pop(rank) for rank in list(sessions) if rank >= hello.world]:
+        elsewhere = [rank for rank in sessions if rank >= hello.world or (hello.here and rank not in hello.here)]
+        for gone in map(sessions.pop, elsewhere):
             self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
         with self._logbook.writing:
             self._logbook.overtake(hello)
