@@ -125,7 +125,7 @@ class Run:
         )  # fmt: skip
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.tiers.memory.path)}:
             sign(folder, chosen.directory, self._emit)
-        left, rings = self._sources().left_to(self._place.rank, self._place.world, is_followed=bool(self._followed))
+        left, rings = self._sources().left_to(self._place, is_followed=bool(self._followed))
         life = Life(
             run=self._run, generation=generation, topology=self._place, settings=chosen, emit=self._emit,
             attach=self._keeper.attach,
@@ -146,6 +146,7 @@ class Run:
             )
         )
         atexit.register(self._at_exit)
+        self._protect_anew()
         self._emit(
             Started(rank=self._place.rank, world=self._place.world, pid=os.getpid(), step=self.step, source=source)
         )
@@ -170,6 +171,13 @@ class Run:
             trees.set_random_state(self._random)
         self._resumed_base = resumed.base
         return resumed.source
+
+    def _protect_anew(self) -> None:
+        """A node that came back empty protects nobody yet, and has nothing of what was restored."""
+        is_protected = self._place.has_many_nodes and self.settings.tiers.protection is not None
+        if is_protected and self.resumed_from is not None and not self._finished:
+            self._keeping.take_again(self.step)
+            self._keeper.persist(self.step, as_base=True, level=Level.PROTECTED)
 
     def _is_finished(self, limits: list[int | None] | None) -> bool:
         """Whether the run had come to its end, unless it may now go further. If one rank had, all have."""

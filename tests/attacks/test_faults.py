@@ -592,8 +592,8 @@ def test_a_message_that_comes_to_nothing_is_answered_and_the_keeper_lives(tmp_pa
     trainer = Channel(ours)
     trainer.send(
         Hello(
-            rank=0, world=1, local=1, ranks_here=(0,), pid=os.getpid(), run="0" * 32, directory=str(tmp_path),
-            generation="1",
+            rank=0, world=1, local=1, local_ranks=(0,), ranks_here=(0,), pid=os.getpid(), run="0" * 32,
+            directory=str(tmp_path), generation="1",
             resumed_from=None, every_steps=None, every_s=None, every_capture=False, keep_last=1, keep_every=None,
             lose_steps=1, lose_s=None, linger_s=0.0, torch="",
         )

@@ -37,7 +37,8 @@ def make_arena(kind: ArenaKind = "base", *, rank: int = 0, world: int = 1, slots
 
 def hello(directory: Path, *, rank: int = 0, world: int = 1, generation: str = "1") -> Hello:
     return Hello(
-        rank=rank, world=world, local=world, ranks_here=tuple(range(world)), pid=os.getpid(), run=RUN,
+        rank=rank, world=world, local=world, local_ranks=tuple(range(world)), ranks_here=tuple(range(world)),
+        pid=os.getpid(), run=RUN,
         directory=str(directory), generation=generation, resumed_from=None, every_steps=None, every_s=None,
         every_capture=False, keep_last=1, keep_every=None, lose_steps=1, lose_s=None, linger_s=0.0, torch="",
     )  # fmt: skip

@@ -31,6 +31,7 @@ from everstep.store.disk import DiskTier
 from everstep.store.manifest import run_name
 
 STEPS = 8
+_REFUSAL_S = 15.0  # until all must have ended once one has refused
 AtStep = Callable[[everstep.Run, int], None]
 
 
@@ -57,7 +58,7 @@ def train(directory: Path, at_step: AtStep, *, steps: int = STEPS, wide: int = 3
     run = everstep.guard(
         model, optimizer, loader, dir=directory, extra={"losses": losses}, steps=steps, epochs=None, **options
     )
-    began = run.resumed_from
+    began, restored = run.resumed_from, digest(model.state_dict(), optimizer.state_dict())
     for x, y in run:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -69,6 +70,7 @@ def train(directory: Path, at_step: AtStep, *, steps: int = STEPS, wide: int = 3
         at_step(run, rank)
     return {
         "resumed_from": began,
+        "restored": restored,
         "step": run.step,
         "state": digest(model.state_dict(), optimizer.state_dict()),
         "digest": digest(model.state_dict(), optimizer.state_dict(), losses, torch.get_rng_state()),
@@ -80,8 +82,8 @@ class Cluster:
 
     def __init__(self, root: Path, ranks: Sequence[int], **options: Any) -> None:
         self.root, self.options = root, options
-        own = uuid.uuid4().hex[:8]  # other tests run beside this one, and nodes of one name share their memory
-        self.nodes = [f"{own}-n{number}" for number in range(len(ranks))]
+        name = uuid.uuid4().hex[:8]  # shared memory knows nothing of the test's directory
+        self.nodes = [f"n{number}-{name}" for number in range(len(ranks))]
         self.ranks = dict(zip(self.nodes, ranks, strict=True))
         self.domains: dict[str, str] = {}
 
@@ -92,10 +94,14 @@ class Cluster:
         at_step: AtStep = lambda run, rank: None,
         *,
         order: Sequence[str] | None = None,
+        prepare: Callable[[str], None] = lambda node: None,
         timeout_s: float = 60.0,
         **options: Any,
     ) -> list[Ended]:
-        """One start of the job on these nodes, ranks in their order; all ranks end, or are ended, before it returns."""
+        """One start of the job on these nodes, ranks in their order; all ranks end, or are ended, before it returns.
+
+        `prepare` is called in every rank, with the name of its node, before anything else happens there.
+        """
         places = [node for node in (order or self.nodes) for _ in range(self.ranks[node])]
         store = MeetingPlace()
         children = {}
@@ -104,7 +110,7 @@ class Cluster:
             pid = os.fork()
             if pid == 0:
                 os.close(hear)
-                self._be(rank, node, len(places), store.port, at_step, tell, options)
+                self._be(rank, node, len(places), store.port, at_step, prepare, tell, options)
             os.close(tell)
             children[pid] = (rank, hear)
         try:
@@ -113,8 +119,9 @@ class Cluster:
             store.close()
 
     def _be(
-        self, rank: int, node: str, world: int, port: int, at_step: AtStep, tell: int, options: dict[str, Any]
-    ) -> None:
+        self, rank: int, node: str, world: int, port: int, at_step: AtStep, prepare: Callable[[str], None], tell: int,
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
         answer: dict[str, Any] = {}
         try:
             os.environ |= {
@@ -122,6 +129,7 @@ class Cluster:
                 "EVERSTEP_NODE": node, "EVERSTEP_DOMAIN": self.domains.get(node, node),
             }  # fmt: skip
             torch.set_num_threads(1)
+            prepare(node)
             everstep.init_process_group("gloo")
             answer = {"result": train(self.directory(node), at_step, **{**self.options, **options})}
         except BaseException:
@@ -140,8 +148,10 @@ class Cluster:
                 if done:
                     rank, hear = waiting.pop(pid)
                     found[rank] = _heard(hear, os.WIFSIGNALED(status))
-            if any(one.killed or one.error for one in found.values()):
+            if any(one.killed for one in found.values()):
                 deadline = min(deadline, time.monotonic() + 1.0)
+            if any(one.error for one in found.values()):
+                deadline = min(deadline, time.monotonic() + _REFUSAL_S)
             if time.monotonic() > deadline:
                 for pid in waiting:
                     os.kill(pid, signal.SIGKILL)
@@ -185,6 +195,18 @@ class Cluster:
             os.kill(pid, signal.SIGKILL)
             while Path(f"/proc/{pid}").exists() and self.keeper(node) == pid:
                 time.sleep(0.01)
+
+    def wait_for_keepers(self, timeout_s: float = 60.0) -> None:
+        """Until all keepers have ended by themselves."""
+        deadline = time.monotonic() + timeout_s
+        while any(self.keeper(node) is not None for node in self.nodes):
+            assert time.monotonic() < deadline, "a keeper stays"
+            time.sleep(0.02)
+
+    def left_in_memory(self, node: str) -> list[str]:
+        """What a node still holds in shared memory."""
+        memory = self.memory(node)
+        return sorted(str(path.relative_to(memory)) for path in memory.rglob("*")) if memory.exists() else []
 
     def lose(self, *nodes: str) -> None:
         """The trainers are dead already: everything else goes too."""

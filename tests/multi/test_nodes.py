@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
 import torch.distributed as dist
-from cluster import STEPS, Cluster, die_at, results
+from cluster import STEPS, die_at, results
 from typer.testing import CliRunner
 
 import everstep
@@ -23,35 +22,6 @@ from everstep.cli import app
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 from everstep.types import Plan
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Any]:
-    made: list[Cluster] = []
-
-    def make(*ranks: int, **options: Any) -> Cluster:
-        root = tmp_path / f"c{len(made)}"
-        root.mkdir()
-        made.append(Cluster(root, ranks, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    known: dict[tuple[int, ...], str] = {}
-
-    def ask(*ranks: int) -> str:
-        if ranks not in known:
-            made = Cluster(tmp_path_factory.mktemp("undisturbed"), ranks)
-            known[ranks] = results(made.live())[0]["state"]
-            made.close()
-        return known[ranks]
-
-    return ask
 
 
 @pytest.mark.parametrize("rebooted", [False, True], ids=["killed", "rebooted"])

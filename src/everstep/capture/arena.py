@@ -310,9 +310,16 @@ class Arena:
         places = {slot: _SEALS_AT + slot * _SEAL_BYTES for slot in range(len(self.slots))}
         return [slot for slot, at in places.items() if slot not in sealed and any(self.control[at : at + size])]
 
-    def slot_of(self, step: int) -> int | None:
-        """Where a step lies; the later one if it was sealed twice, as the last step is when a run ends."""
-        found = {slot: seal.sequence for slot, seal in self.seals().items() if seal.step == step}
+    def slot_of(self, step: int, generation: str = "") -> int | None:
+        """Where a step lies; the later one if it was sealed twice, as the last step is when a run ends.
+
+        `generation`: as that life sealed it, whatever followed.
+        """
+        found = {
+            slot: seal.sequence
+            for slot, seal in self.seals().items()
+            if seal.step == step and generation in ("", seal.generation)
+        }
         return max(found, key=found.__getitem__, default=None)
 
     def image(self, slot: int) -> memoryview:

@@ -86,7 +86,8 @@ class Capture:
         ]
         for arena in left:
             arena.unseal_after(resumed_from)
-            if resumed_base is not None and arena.slot_of(resumed_base) is not None:
+            is_own = (arena.rank, arena.world) == (life.topology.rank, life.topology.world)
+            if is_own and resumed_base is not None and arena.slot_of(resumed_base) is not None:
                 self._use(arena)  # so that the keeper can save what was restored from memory
 
     # -- hooks on the optimizers
@@ -273,9 +274,13 @@ class Capture:
         return self._use(arena)
 
     def _slots(self) -> int:
-        """One is written, the newest stay, and everybody who reads one for long has one."""
+        """One is written, the newest stay, and everybody who reads one for long has one.
+
+        Protection has two: of the step that is protected, and of the next one.
+        """
         tiers = self._life.settings.tiers
-        readers = 1 + len(tiers.deeper) + (tiers.protection is not None and self._life.topology.has_many_nodes)
+        is_protected = tiers.protection is not None and self._life.topology.has_many_nodes
+        readers = 1 + len(tiers.deeper) + (2 if is_protected else 0)
         return 1 + self._life.newest + readers
 
     def _use(self, arena: Arena) -> Arena:

@@ -40,7 +40,7 @@ class Keeping:
         self._keeper = KeeperClient(settings.keeper, claim.run, settings.directory, emit)
         arrive(self._keeper, settings, place, claim, generation=generation, resumed_from=newest, replica="")
         sign(runtime_folder(claim.run), settings.directory, emit)
-        left, rings = look().left_to(place.rank, place.world, is_followed=False)
+        left, rings = look().left_to(place, is_followed=False)
         life = Life(
             run=claim.run, generation=generation, topology=place, settings=settings, emit=emit,
             attach=self._keeper.attach,

@@ -32,12 +32,12 @@ def arrive(
     is_alone = settings.keeper == "inline" or not place.has_many_nodes
     secret = b"" if is_alone else topology.exchange(os.urandom(32), place)[0]
     keep, every, lose = settings.keep, settings.tiers.disk.cadence, settings.capture
-    linger_s, here = settings.linger_s, place.local_ranks
+    linger_s, local = settings.linger_s, place.local_ranks
     if settings.keeper == "inline":
-        here, linger_s = (place.rank,), 0.0  # a thread is not there any more when its trainer comes back
+        local, linger_s = (place.rank,), 0.0  # a thread is not there any more when its trainer comes back
     keeper.open(
         Hello(
-            rank=place.rank, world=place.world, local=len(here), here=here, pid=os.getpid(), run=claim.run,
+            rank=place.rank, world=place.world, local=len(local), local_ranks=local, pid=os.getpid(), run=claim.run,
             ranks_here=tuple(range(place.world)) if claim.disk_is_common else place.local_ranks,
             directory=str(settings.directory), generation=generation, resumed_from=resumed_from,
             every_steps=every.steps, every_s=every.seconds, every_capture=settings.mode == "disk",

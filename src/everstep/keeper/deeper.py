@@ -61,13 +61,18 @@ def _kept_on(name: str, hello: Hello) -> Keep:
 
 
 class DeeperWork:
-    shows = False
+    stays = False
 
     def __init__(self, name: str, tier: Tier, hello: Hello, emit: Sink, *, retires: bool) -> None:
         """`retires`: this node lets go what all no longer need."""
         self.name, self._tier, self._hello, self._emit, self._retires = name, tier, hello, emit, retires
+        self._has_begun = False
 
     def do(self, base: HeldBase) -> None:
+        if self._retires and not self._has_begun:
+            for step in flush.disown(self._tier, self._hello.resumed_from, self._hello.run, self._hello.generation):
+                self._emit(Retired(step=step, reason="it was passed over when the run went on from an earlier one"))
+            self._has_begun = True
         for arena, slot, seal in base.images():
             if self._has(base.step, arena.rank, seal.generation, seal.length):
                 continue  # brought before something failed

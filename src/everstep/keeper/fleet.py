@@ -352,7 +352,7 @@ class _Unprotected:
     """The lane of a node that no group has room for: it does nothing, and the others do not wait for it."""
 
     name = "protect"
-    shows = False
+    stays = False
 
     def do(self, base: HeldBase) -> None:
         pass

@@ -156,12 +156,19 @@ def set_aside(tier: Tier, after: int | None, run: str, generation: str) -> list[
     Those of the life itself stay: it may only have lost its keeper.
     """
     newer = [step for step in committed_steps(tier) if after is None or step > after]
-    gone = [step for step in newer if not _is_of(tier, step, run, generation)]
-    for step in gone:
-        tier.delete(commit_name(step))
+    gone = disown(tier, after, run, generation)
     for step in step_folders(tier):
         if (after is None or step > after) and (step in gone or step not in newer):
             tier.rename_folder(step_folder(step), f"rejected-{step:010d}-{time.time_ns():x}")
+    return gone
+
+
+def disown(tier: Tier, after: int | None, run: str, generation: str) -> list[int]:
+    """Delete the commits of other lives that are newer than what this one goes on from, so that it can make its own."""
+    newer = [step for step in committed_steps(tier) if after is None or step > after]
+    gone = [step for step in newer if not _is_of(tier, step, run, generation)]
+    for step in gone:
+        tier.delete(commit_name(step))
     return gone
 
 

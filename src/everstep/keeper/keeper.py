@@ -241,8 +241,7 @@ class Keeper:
         self._generation = hello.generation
         self._halting.begin_life()
         sessions = self._roster.sessions
-        elsewhere = [rank for rank in sessions if rank >= hello.world or (hello.here and rank not in hello.here)]
-        for gone in map(sessions.pop, elsewhere):
+        for gone in [sessions.pop(rank) for rank in list(sessions) if rank not in hello.local_ranks]:
             self._roster.overtaken += [*gone.outgrown, *gone.arenas()]
         with self._logbook.writing:
             self._logbook.overtake(hello)

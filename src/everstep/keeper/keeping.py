@@ -120,6 +120,10 @@ class Keeping:
         """All ranks take a base at a step that none of them can have passed."""
         self._base_steps = self._base_steps | {step}
 
+    def take_again(self, step: int) -> None:
+        """What was restored, as a base of this life. No step was done, so there is no record of it."""
+        self.capture.cut(step, trees.encode(self._tree(), "state"))
+
     def _prepare(self, recorder: Recorder) -> None:
         """A base was taken: the next steps can be recorded."""
         assert self.capture.shape is not None

@@ -1,7 +1,8 @@
 """One place beyond this node's own memory, and the thread that brings bases there when they are appointed.
 
-All nodes bring the same step (see `rounds`). A lane holds the slots of every local rank while it works, and where
-others read them too, until all have done their parts. Training never waits for it: who needs a slot finds one free.
+All nodes bring the same step (see `rounds`). A lane holds the slots of every local rank while it works. Where what it
+brings is worth something only beside this node's own part, as partners' copies and parity are, it holds them until all
+have brought a newer step. Training never waits for it: who needs a slot finds one free.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from everstep.keeper.session import Session, lease_all
 _TICK_S = 0.01
 _REST_S = 1.0
 _TRIES = 3  # of one step; then the others are told not to wait for it
+_ASK_AGAIN_S = 0.25  # after a trainer had no slot to lend
+_ROOM = 4  # slots: one is written, the newest two stay, and one is held for as long as it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,10 @@ class HeldBase:
 
 
 class Work(Protocol):
-    """What a lane does. `shows`: others read the slots until all have done their parts."""
+    """What a lane does. `stays`: the slots are held until all have brought a newer base."""
 
     name: str
-    shows: bool
+    stays: bool
 
     def do(self, base: HeldBase) -> None:
         """Bring a base there; may be tried again after it raised."""
@@ -70,7 +73,9 @@ class LaneWorker:
         """`order`: what is to be done now."""
         self._work, self._roster, self._emit, self._order = work, roster, emit, order
         self._lock = threading.Lock()
-        self._held: HeldBase | None = None
+        self._held: HeldBase | None = None  # what is being brought,
+        self._kept: HeldBase | None = None  # and what all have brought, where that stays
+        self._has_begun = not work.stays
         self._done, self._missed, self._seconds = NONE, NONE, 0.0
         self.complete = NONE  # the newest step that all nodes have brought, as far as this one has seen to it
         self._failures, self._retry_at = 0, 0.0
@@ -91,11 +96,25 @@ class LaneWorker:
     def work(self, ending: threading.Event) -> None:
         while not ending.wait(_TICK_S):
             order = self._order()
+            if not self._has_begun:
+                self._begin()
             if order.complete > self.complete:
                 self._end_round(order.complete)
-            if order.step > max(self._done, self._missed) and time.monotonic() >= self._retry_at:
-                self._try(order.step)
+            if order.step > self._done and time.monotonic() >= self._retry_at:
+                self._try(order.step)  # also one that was missed, if all still wait for it
         self._let_go()
+        self._give_back(self._kept)
+
+    def _begin(self) -> None:
+        """What the run went on from is all that it has, until all have brought something newer."""
+        sessions = self._roster.ready()
+        past = sessions[0].hello.resumed_from if sessions else None
+        if not sessions or time.monotonic() < self._retry_at:
+            return
+        is_there = past is not None and all(s.arena is not None and s.arena.slot_of(past) is not None for s in sessions)
+        if past is not None and is_there:
+            self._keep(past)
+        self._has_begun = self._kept is not None or not is_there or not _has_room(sessions)
 
     def _try(self, wanted: int) -> None:
         base = self._hold(wanted)
@@ -113,7 +132,7 @@ class LaneWorker:
             self._emit(Degraded(what=f"step {base.step} is not {_LEVEL[self.name]} yet", reason=str(error)))
             return
         self._failures, self._done, self._seconds = 0, base.step, time.monotonic() - began
-        if not self._work.shows:
+        if not self._work.stays:
             self._let_go()
 
     def _hold(self, wanted: int) -> HeldBase | None:
@@ -121,33 +140,61 @@ class LaneWorker:
         with self._lock:
             if self._held is not None and self._held.step >= wanted:
                 return self._held
-        self._let_go()
-        sessions = self._roster.ready()
         step = self._roster.first_base(wanted)
-        if step is None:
+        base = self._lease(step) if step is not None else None
+        if base is None:
+            self._missed = max(self._missed, wanted if step is not None else NONE)
             return None
-        slots = lease_all(sessions, step) or []
-        held = [(session, slot) for session, slot in zip(sessions, slots, strict=False) if slot is not None]
-        if len(held) < len(sessions):
-            for session, slot in held:
-                self._roster.give_back(session, slot)
-            self._missed = wanted
-            return None
+        if self._work.stays and self._held is not None:
+            self._done = self.complete  # what was brought of another step is worth nothing any more
+        self._let_go()
         with self._lock:
-            self._held = HeldBase(step, sessions, [slot for _, slot in held])
-            return self._held
+            self._held = base
+        return base
+
+    def _lease(self, step: int) -> HeldBase | None:
+        sessions = self._roster.ready()
+        slots = lease_all(sessions, step) or []
+        base = HeldBase(step, sessions, [slot for slot in slots if slot is not None])
+        if sessions and len(base.slots) == len(sessions):
+            return base
+        self._retry_at = time.monotonic() + _ASK_AGAIN_S
+        for session, slot in zip(sessions, slots, strict=False):
+            if slot is not None:
+                self._roster.give_back(session, slot)
+        return None
 
     def _let_go(self) -> None:
         with self._lock:
             base, self._held = self._held, None
+        self._give_back(base)
+
+    def _give_back(self, base: HeldBase | None) -> None:
         if base is not None:
             for session, slot in zip(base.sessions, base.slots, strict=True):
                 self._roster.give_back(session, slot)
 
+    def _keep(self, step: int) -> None:
+        """What all have brought stays on this node, too. With too few slots it does not: captures need one."""
+        base: HeldBase | None = None
+        with self._lock:
+            if self._held is not None and self._held.step == step:
+                base, self._held = self._held, None
+        if base is None and _has_room(self._roster.ready()):
+            base = self._lease(step)
+        elif base is not None and not _has_room(base.sessions):
+            self._give_back(base)
+            base = None
+        before, self._kept = self._kept, base
+        self._give_back(before)
+
     def _end_round(self, complete: int) -> None:
-        self._let_go()
         if time.monotonic() < self._retry_at:
             return
+        if self._work.stays:
+            self._keep(complete)
+        else:
+            self._let_go()
         try:
             self._work.over(complete, self.complete)
         except Exception as error:  # whatever it is: it is tried again, and nobody is left in the dark
@@ -155,6 +202,10 @@ class LaneWorker:
             self._emit(Degraded(what=f"step {complete} is not {_LEVEL[self.name]} yet", reason=str(error)))
             return
         self.complete = complete
+
+
+def _has_room(sessions: list[Session]) -> bool:
+    return all(s.arena is not None and len(s.arena.slots) >= _ROOM for s in sessions)
 
 
 _LEVEL = {"disk": "durable", "protect": "protected", "shared": "on the shared tier", "objects": "in the object store"}

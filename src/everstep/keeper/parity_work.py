@@ -33,7 +33,7 @@ _LOOK_S = 0.005
 
 class ParityWork:
     name = "protect"
-    shows = True
+    stays = True
 
     def __init__(
         self, group: Sequence[str], node: str, losses: int, peers: Mapping[str, Peer[AnyAnswer]],

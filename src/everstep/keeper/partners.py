@@ -17,7 +17,7 @@ from everstep.store.tier import Tier
 
 class PartnerWork:
     name = "protect"
-    shows = False
+    stays = True
 
     def __init__(self, partners: Sequence[Tier], guests: MemoryTier, copies: Copies, emit: Sink) -> None:
         """`partners`: the memory that others lend us. `guests`: what we lend them."""

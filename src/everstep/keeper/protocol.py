@@ -46,8 +46,8 @@ class Hello(Message, frozen=True, kw_only=True):
     rank: int
     world: int
     local: int
-    here: tuple[int, ...] = ()  # which ones; empty: it is not known
-    ranks_here: tuple[int, ...]  # whose parts lie on this node's disk: all, if every node sees it
+    local_ranks: tuple[int, ...]  # which ones,
+    ranks_here: tuple[int, ...]  # and whose parts lie on this node's disk: all, if every node sees it
     pid: int
     run: str
     directory: str

@@ -86,7 +86,8 @@ class Rounds:
 
     def hear(self, report: Report, now: float) -> Orders:
         """Take in what a node tells, and say what is to be done."""
-        if report.generation == self._generation and report.node in self._nodes:
+        is_ours = report.generation == self._generation and report.node in self._nodes
+        if is_ours:
             if self._newest.get(report.node) != report.newest:
                 self._newest[report.node], self._changed_at = report.newest, now
             self._wanted[report.node] = report.wanted
@@ -96,13 +97,14 @@ class Rounds:
                     self._states[name].lanes[report.node] = lane
         for name, state in self._states.items():
             self._move(name, state, now)
-        self._told[report.node] = {name: state.complete for name, state in self._states.items()}
+        if is_ours:
+            self._told[report.node] = {name: state.complete for name, state in self._states.items()}
         return self._orders()
 
     def _move(self, name: str, state: _State, now: float) -> None:
         lanes, has_heard_all = state.lanes.values(), len(state.lanes) == len(self._newest) == len(self._nodes)
         done = {lane.done for lane in lanes}
-        if has_heard_all and len(done) == 1 and min(done) > state.complete:
+        if has_heard_all and len(done) == 1 and min(done) > state.complete and min(done) >= state.step:
             state.complete, state.completed_at = min(done), now
         is_lost = any(lane.missed >= state.step for lane in lanes) or (has_heard_all and min(done) >= state.step)
         is_in_vain = not any(self._alive.values()) and state.step > min(self._newest.values(), default=NONE)

@@ -71,6 +71,7 @@ def search(
     nodes = {node for node, _ in answers}
     survey = leaving_out(up_to(merge([answer for _, answer in answers]), limit), passed_over)
     had_past = any(r.certain for r in survey.rejections) or any(h.source != "memory" for h in survey.holdings)
+    had_past |= bool(survey.parities)
     told: set[Rejection] = set()
     carrier = Carrier(sources, topology)
     while True:
@@ -109,10 +110,11 @@ def _fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Repor
         except (EverstepError, OSError) as error:
             bad.append((holding, str(error)))
     bad_parities: list[tuple[ParityHolding, str]] = []
-    if plan.parities and carrier.is_agreed(not bad):
+    is_whole = carrier.is_agreed(not bad)
+    if plan.parities and is_whole:
         bad_parities = rebuild_parts(carrier, plan, images)
     base: Checkpoint | None = None
-    if not bad and not bad_parities:
+    if is_whole and not bad_parities:
         assert plan.base is not None
         try:
             base = view(images, plan.base, rank)

@@ -17,7 +17,7 @@ from everstep.keeper.client import inherited
 from everstep.recover.shelf import RecordImage, Shelf
 from everstep.store.manifest import check_chunks, read_record
 from everstep.store.places import Places, guest_tier
-from everstep.topology import node_name
+from everstep.topology import Topology, node_name
 from everstep.types import Attempt, Holding, ImageInfo, ParityHolding, Records, Rejection, Source, Survey
 
 ATTEMPTS = "attempt.json"
@@ -54,11 +54,15 @@ class Sources:
         rejections += [rejection for arena in (*self.arenas, *self.rings) for rejection in _torn(arena)]
         records = [one for ring in self.rings if ring.kind == "log" for one in self._in_ring(ring)]
         values = [one for ring in self.rings if ring.kind == "values" for one in self._in_memory(ring)]
-        for shelf in self.shelves.values():
-            holdings += shelf.holdings(rejections)
-            records += shelf.records(rejections)
-            values += shelf.values(rejections)
-        parities = self.shelves["partner"].parities(rejections)
+        parities: list[ParityHolding] = []
+        for source, shelf in self.shelves.items():
+            try:
+                holdings += shelf.holdings(rejections)
+                records += shelf.records(rejections)
+                values += shelf.values(rejections)
+                parities += shelf.parities(rejections) if source == "partner" else ()
+            except (EverstepError, OSError) as error:  # the others may have all that is needed
+                rejections.append(Rejection(step=0, source=source, reason=f"it cannot be listed: {error}"))
         return Survey(
             holdings=tuple(holdings), records=tuple(records), values=tuple(values),
             parities=tuple(parities), rejections=tuple(rejections), attempts=self.attempts(),
@@ -159,8 +163,8 @@ class Sources:
             return Damaged(reason, tier="memory", step=holding.step, rank=holding.rank, chunk=chunk)
 
         for arena in arenas:
-            slot = arena.slot_of(holding.step) if arena.rank == holding.rank else None
-            if slot is None or arena.seals()[slot].generation != holding.generation:
+            slot = arena.slot_of(holding.step, holding.generation) if arena.rank == holding.rank else None
+            if slot is None:
                 continue
             seal, checks = arena.seals()[slot], arena.checks(slot)
             data = memoryview(bytearray(arena.image(slot))) if copy else arena.image(slot)
@@ -173,14 +177,15 @@ class Sources:
             return data
         raise bad("it is no longer there")
 
-    def left_to(self, rank: int, world: int, *, is_followed: bool) -> tuple[list[Arena], list[Arena]]:
-        """The bases and rings that an earlier life of a rank left on this node, or ranks that are no more.
+    def left_to(self, place: Topology, *, is_followed: bool) -> tuple[list[Arena], list[Arena]]:
+        """The bases and rings that an earlier life of a rank left on this node, or ranks that are no longer here.
 
         They are the caller's now, and the others are closed. `is_followed`: its replica has a process of its own.
         """
 
         def is_mine(arena: Arena) -> bool:
-            return arena.rank >= world or (arena.rank == rank and not (is_followed and arena.kind == "replica"))
+            is_own = arena.rank == place.rank and not (is_followed and arena.kind == "replica")
+            return is_own or arena.rank not in place.local_ranks
 
         for arena in (*self.arenas, *self.rings):
             if not is_mine(arena):

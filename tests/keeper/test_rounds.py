@@ -1,0 +1,197 @@
+"""The rounds that all nodes hold together, played with late, lost and repeated reports, misses and restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.cadence import Every
+from everstep.keeper.rounds import AHEAD, NONE, Lane, Order, Orders, Report, Rounds
+
+LANE, LIFE = "protect", "life"
+
+
+@dataclass
+class Node:
+    """A node as `lane` plays it: it holds the newest few bases, and does its part of what it was told last."""
+
+    name: str
+    newest: int = NONE
+    done: int = NONE
+    missed: int = NONE
+    wanted: int = NONE
+    order: Order = field(default_factory=Order)
+    parts: set[int] = field(default_factory=set)  # all that it ever did
+
+    def report(self) -> Report:
+        return Report(
+            node=self.name, generation=LIFE, newest=self.newest, wanted={LANE: self.wanted},
+            lanes={LANE: Lane(done=self.done, missed=self.missed, reach=self.done, seconds=0.1)},
+        )  # fmt: skip
+
+    def hear(self, orders: Orders) -> None:
+        if orders.generation == LIFE:
+            self.order = orders.lanes[LANE]
+
+    def work(self, skipped: int = 0) -> None:
+        """`skipped`: captures that it had no room for."""
+        if self.done < self.order.step <= self.newest:
+            self.done = min(self.newest, max(self.order.step + skipped, self.newest - 3))  # older ones are overwritten
+            self.parts.add(self.done)
+
+    def miss(self) -> None:
+        if self.done < self.order.step:
+            self.missed = self.order.step
+
+    def restart(self) -> None:
+        """Its keeper was killed: another knows nothing of what was done, but what was done is there."""
+        self.done = self.missed = NONE
+        self.order = Order()
+
+
+class Game:
+    """Training in lockstep on some nodes, and a network that keeps what was sent for as long as it likes."""
+
+    def __init__(self, count: int, every: Every) -> None:
+        self.nodes = [Node(f"n{number}") for number in range(count)]
+        self.every, self.now, self.complete = every, 0.0, NONE
+        self.sent: list[Report] = []
+        self.answers: list[tuple[Node, Orders]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Whoever appoints steps starts anew."""
+        self.rounds = Rounds([node.name for node in self.nodes], {LANE: self.every}, LIFE, 0.1)
+        self.complete = NONE
+
+    def train(self, which: int) -> None:
+        """No rank is more than a step before another."""
+        node = self.nodes[which % len(self.nodes)]
+        if node.newest <= min(one.newest for one in self.nodes):
+            node.newest += 1
+
+    def tell(self, report: Report) -> None:
+        self.now += 0.02
+        orders = self.rounds.hear(report, self.now)
+        order = orders.lanes[LANE]
+        assert order.complete >= self.complete, "what is complete went back"
+        if order.complete > self.complete:
+            assert all(order.complete in node.parts for node in self.nodes), "not all did their part of this step"
+        self.complete = order.complete
+        node = next(one for one in self.nodes if one.name == report.node)
+        self.answers.append((node, orders))
+
+    def play(self, move: str, number: int) -> None:
+        node = self.nodes[number % len(self.nodes)]
+        match move:
+            case "train":
+                self.train(number)
+            case "work":
+                node.work(skipped=number % 7 // 5)
+            case "miss":
+                node.miss()
+            case "want":
+                node.wanted = max(node.wanted, node.newest)
+            case "send":
+                self.sent.append(node.report())
+            case "meet":
+                self.tell(node.report())
+                node.hear(self.answers.pop()[1])
+            case "arrive" if self.sent:
+                self.tell(self.sent.pop(number % len(self.sent)))
+            case "arrive again" if self.sent:
+                self.tell(self.sent[number % len(self.sent)])
+            case "lose" if self.sent:
+                self.sent.pop(number % len(self.sent))
+            case "answer" if self.answers:
+                who, orders = self.answers.pop(number % len(self.answers))
+                who.hear(orders)
+            case "restart":
+                node.restart()
+            case "restart the first":
+                self.nodes[0].restart()
+                self.begin()
+
+    def go_on_in_peace(self, steps: int) -> bool:
+        """Nothing more happens but training, and every report and order arrives; whether a newer step is complete."""
+        began = max(node.newest for node in self.nodes)
+        for number in range(steps * len(self.nodes)):
+            self.train(number)
+            for node in self.nodes * 2:
+                self.tell(node.report())
+                node.hear(self.answers.pop()[1])
+                node.work()
+        return self.complete > began
+
+
+MOVES = [
+    *["train", "meet", "work"] * 4, "miss", "want", "send", "arrive", "arrive again", "lose", "answer", "restart",
+    "restart the first",
+]  # fmt: skip
+moves = st.integers(0, 1 << 30).map(
+    lambda seed: [(dice.choice(MOVES), dice.randrange(50)) for dice in [Random(seed)] for _ in range(150)]
+)  # long games: short ones end before anything is complete
+cadences = st.sampled_from([Every(steps=1), Every(steps=4), Every(seconds=0.5), Every()])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 4), cadences, moves)
+def test_a_step_is_complete_only_if_all_did_exactly_that_and_complete_never_goes_back(
+    count: int, every: Every, played: list[tuple[str, int]]
+) -> None:
+    game = Game(count, every)
+    for move, number in played:
+        game.play(move, number)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 4), cadences, moves)
+def test_when_faults_end_a_newer_step_becomes_complete(count: int, every: Every, played: list[tuple[str, int]]) -> None:
+    game = Game(count, every)
+    for move, number in played:
+        game.play(move, number)
+    assert game.go_on_in_peace(steps=40)
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_a_step_that_all_wait_at_is_appointed_until_it_is_done_even_if_one_node_had_missed_it(missed: bool) -> None:
+    game = Game(3, Every(steps=1))
+    for node in game.nodes:
+        node.newest = 5
+        node.wanted = 5
+    for node in game.nodes * 2:
+        node.hear(game.rounds.hear(node.report(), game.now))
+    assert {node.order.step for node in game.nodes} == {5}
+    for node in game.nodes:
+        node.miss() if missed and node.name == "n1" else node.work()
+    for node in game.nodes * 2:
+        node.hear(game.rounds.hear(node.report(), game.now))
+    assert {node.order.complete for node in game.nodes} == {NONE if missed else 5}
+    game.nodes[1].work()
+    for node in game.nodes * 2:
+        node.hear(game.rounds.hear(node.report(), game.now))
+    assert {node.order.complete for node in game.nodes} == {5}
+
+
+def test_a_report_of_another_life_or_of_a_stranger_changes_nothing() -> None:
+    rounds = Rounds(["n0"], {LANE: Every(steps=1)}, LIFE, 0.1)
+    lanes = {LANE: Lane(done=7)}
+    for report in (
+        Report(node="n0", generation="another", newest=7, lanes=lanes),
+        Report(node="stranger", generation=LIFE, newest=7, lanes=lanes),
+    ):
+        orders = rounds.hear(report, 1.0)
+        assert orders.lanes[LANE] == Order() and orders.silent == ("n0",)
+        assert not rounds.has_told_all
+
+
+def test_a_node_that_is_silent_is_named_and_nothing_is_appointed_without_it() -> None:
+    rounds = Rounds(["n0", "n1"], {LANE: Every(steps=1)}, LIFE, 0.1)
+    orders = rounds.hear(Report(node="n0", generation=LIFE, newest=3, lanes={LANE: Lane()}), 1.0)
+    assert orders.silent == ("n1",) and orders.lanes[LANE].step == NONE
+    orders = rounds.hear(Report(node="n1", generation=LIFE, newest=2, lanes={LANE: Lane()}), 1.1)
+    assert orders.silent == () and orders.lanes[LANE].step == 3 + AHEAD
