@@ -29,6 +29,8 @@ recover/        by repeating what followed a base       gather replay resume exp
 recover/        for people and tools who read          others reach audit salvage records rebuild retrieve
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
+integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
+integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
 cli/            one file a command
 """
 

@@ -15,6 +15,7 @@
     ├── KeeperLost                     exit 8   also ConnectionError: the keeper cannot be reached or started
     ├── PeerLost                       exit 8   also ConnectionError: another node's keeper does not answer
     ├── PeerFailed                     exit 8   also RuntimeError: it answers that it could not
+    ├── Misuse                         exit 2   also RuntimeError: a call that cannot come now
     ├── MissingPackage                 exit 2   also ImportError: an optional package that is not installed
     └── BadConfig                      exit 2   also ValueError: an argument that cannot be right
 
@@ -31,6 +32,10 @@ class EverstepError(Exception):
 
 
 class BadConfig(EverstepError, ValueError):
+    exit_code = 2
+
+
+class Misuse(EverstepError, RuntimeError):
     exit_code = 2
 
 

@@ -114,14 +114,20 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A file system that all nodes see, as a deeper tier. `every`: how often, in steps or as a duration."""
+    """A file system that all nodes see, as a deeper tier. `every`: how often, in steps or as a duration.
+
+    `keep`: how many checkpoints stay there, or "all"; by default as many as on the disks.
+    """
 
     path: str
     every: int | str = field(default="15m", kw_only=True)
+    keep: int | Literal["all"] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
             raise BadConfig(f"Shared takes a path, not {self.path!r}")
+        if self.keep not in (None, "all") and _whole(self.keep, "Shared(keep=)") < 1:
+            raise BadConfig(f"Shared(keep=) must be at least 1, or 'all', not {self.keep!r}")
         _check_every(self)
 
     @property

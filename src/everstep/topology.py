@@ -1,6 +1,7 @@
-"""Who is in this job: rank, world, node; and how ranks tell each other a few bytes at the start.
+"""Who is in this job: rank, world, node; and how ranks tell each other bytes at the start.
 
-Nothing here is on the training path. `exchange` moves bytes as tensors, so that no pickle is involved.
+Nothing here is on the training path. `exchange` and `broadcast` move bytes as they are, so that no pickle is involved:
+over torch.distributed, or over MPI for those who ask for it.
 """
 
 from __future__ import annotations
@@ -8,17 +9,32 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from everstep.errors import BadConfig, EverstepError
 from everstep.launch import launched, missing
 
 if TYPE_CHECKING:
     import torch
+    from mpi4py import MPI
+
+_PACK_BYTES = 32 << 20  # of a message
+_MPI_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE")  # what they set
+
+
+class Messages(Protocol):
+    """How bytes get from rank to rank. All ranks must call the same."""
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, on every rank, in the order of ranks."""
+
+    def broadcast(self, data: memoryview, source: int) -> None:
+        """Fill `data`, as long on every rank, with what `source` has in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +46,7 @@ class Topology:
     node: str
     nodes: tuple[str, ...] = ()
     domains: tuple[str, ...] = ()  # what fails together: a rack, a switch; by default the node itself
+    messages: Messages | None = field(default=None, compare=False, repr=False)  # None: torch.distributed
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -46,20 +63,37 @@ class Topology:
         return len(set(self.nodes)) > 1
 
 
-def here() -> Topology:
-    """This process's place, from torch.distributed if it is running, else a world of one. All ranks must ask."""
+def here(*, mpi: bool = False) -> Topology:
+    """This process's place, from torch.distributed if it is running, else a world of one. All ranks must ask.
+
+    `mpi`: before that, from mpi4py, if it is installed and this process was started by MPI's launcher.
+    """
     import torch.distributed as dist
 
     node, domain = node_name(), domain_name()
-    if not (dist.is_available() and dist.is_initialized()):
+    if dist.is_available() and dist.is_initialized():
+        alone = Topology(rank=dist.get_rank(), world=dist.get_world_size(), node=node, messages=_TorchMessages())
+    elif mpi and (world := _mpi_world()) is not None:
+        alone = Topology(rank=world.Get_rank(), world=world.Get_size(), node=node, messages=_MpiMessages(world))
+    else:
         return Topology(rank=0, world=1, node=node, nodes=(node,), domains=(domain,))
-    alone = Topology(rank=dist.get_rank(), world=dist.get_world_size(), node=node)
     mine = "\0".join((node, domain, os.environ.get("EVERSTEP_DOMAIN", "")))
     told = [answer.decode().split("\0") for answer in exchange(mine.encode(), alone)]
     nodes, domains, named = (tuple(column) for column in zip(*told, strict=True))
     if len(set(domains)) == 1 and not any(named):
         domains = nodes  # a switch that all of them hang on says nothing: only what is named forbids all protection
     return replace(alone, nodes=nodes, domains=domains)
+
+
+def _mpi_world() -> MPI.Intracomm | None:
+    """MPI's world, if there is one. Without a launcher nobody asks: the import alone would start MPI."""
+    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _MPI_LAUNCHERS):
+        return None
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # not installed; or installed without a library to talk to
+        return None
+    return MPI.COMM_WORLD if MPI.Is_initialized() and not MPI.Is_finalized() else None
 
 
 def node_name() -> str:
@@ -75,15 +109,24 @@ def domain_name() -> str:
     return check_name("EVERSTEP_DOMAIN", os.environ.get("EVERSTEP_DOMAIN") or (said and said.domain) or node_name())
 
 
-def own_address() -> str:
-    """Where other nodes find this one: EVERSTEP_ADDRESS, else the address from which it reaches MASTER_ADDR."""
+def own_address(place: Topology) -> str:
+    """Where other nodes find this one: EVERSTEP_ADDRESS, else the address from which it reaches MASTER_ADDR.
+
+    Without a master, as under MPI, the one from which it reaches another node, where nodes go by the names of hosts.
+    """
     given = os.environ.get("EVERSTEP_ADDRESS")
     if given:
         return given
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family, kind, protocol, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    other = next((node for node in place.nodes if node != place.node), "127.0.0.1")
+    try:
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", other), 9, type=socket.SOCK_DGRAM)
+    except socket.gaierror:
+        if "MASTER_ADDR" in os.environ:
+            raise
+        found = socket.getaddrinfo("127.0.0.1", 9, type=socket.SOCK_DGRAM)  # nodes of one machine, by made-up names
+    family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)  # sends nothing: the kernel only chooses a route
+        probe.connect(address)  # sends nothing: the kernel only chooses a route
         return str(probe.getsockname()[0])
 
 
@@ -96,20 +139,71 @@ def check_name(variable: str, name: str) -> str:
 
 def exchange(payload: bytes, topology: Topology) -> list[bytes]:
     """Every rank's payload, on every rank, in the order of ranks."""
-    if topology.world == 1:
-        return [payload]
-    import torch
-    import torch.distributed as dist
+    return [payload] if topology.world == 1 else (topology.messages or _TorchMessages()).exchange(payload)
 
-    device = collective_device()
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(topology.world)]
-    dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
-    sizes = [int(length.item()) for length in lengths]
-    mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-    mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
-    gathered = [torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(gathered, mine.to(device))
-    return [bytes(g[:n].cpu().numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
+
+def broadcast(data: memoryview, source: int, topology: Topology) -> None:
+    """Fill `data` on every rank with what `source` has in it."""
+    if topology.world > 1:
+        (topology.messages or _TorchMessages()).broadcast(data, source)
+
+
+class _TorchMessages:
+    def exchange(self, payload: bytes) -> list[bytes]:
+        import torch
+        import torch.distributed as dist
+
+        device, world = collective_device(), dist.get_world_size()
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+        dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
+        sizes = [int(length.item()) for length in lengths]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
+        gathered = [torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device) for _ in sizes]
+        dist.all_gather(gathered, mine.to(device))
+        return [bytes(g[:n].cpu().numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
+
+    def broadcast(self, data: memoryview, source: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        device, is_source = collective_device(), dist.get_rank() == source
+        for at in range(0, len(data), _PACK_BYTES):
+            piece = data[at : at + _PACK_BYTES]
+            pack = torch.empty(len(piece), dtype=torch.uint8)
+            if is_source:
+                pack.copy_(torch.frombuffer(piece if not piece.readonly else bytearray(piece), dtype=torch.uint8))
+            pack = pack.to(device)
+            dist.broadcast(pack, src=source)
+            if not is_source:
+                piece[:] = memoryview(pack.cpu().numpy()).cast("B")  # type: ignore[arg-type]
+
+
+class _MpiMessages:
+    """Over MPI's own buffers: mpi4py's other calls, in lower case, would pickle."""
+
+    def __init__(self, world: MPI.Intracomm) -> None:
+        self._world = world
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        import numpy as np
+        from mpi4py import MPI
+
+        sizes = np.zeros(self._world.Get_size(), dtype=np.int64)
+        self._world.Allgather(np.array([len(payload)], dtype=np.int64), sizes)
+        gathered = bytearray(int(sizes.sum()))
+        ends = np.cumsum(sizes)
+        self._world.Allgatherv([payload, MPI.BYTE], [gathered, sizes.tolist(), (ends - sizes).tolist(), MPI.BYTE])
+        return [bytes(gathered[end - size : end]) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
+
+    def broadcast(self, data: memoryview, source: int) -> None:
+        from mpi4py import MPI
+
+        for at in range(0, len(data), _PACK_BYTES):
+            piece = data[at : at + _PACK_BYTES]
+            if self._world.Get_rank() == source and piece.readonly:
+                piece = memoryview(bytearray(piece))  # MPI takes no buffer that it could not write to
+            self._world.Bcast([piece, MPI.BYTE], root=source)
 
 
 def collective_device() -> torch.device:

@@ -257,6 +257,16 @@ class Attempt(Noun, frozen=True, kw_only=True):
     digest: str = ""
 
 
+class DatasetRecord(Noun, frozen=True, kw_only=True):
+    """`dataset-0000001200.json`: a dataset of files, by name; `dropped-0000001200.json`: it is not offered any more."""
+
+    format: int
+    dataset: Step
+    name: str
+    flags: int
+    digest: str = ""
+
+
 Source = Literal["memory", "partner", "disk", "parity", "shared", "objects"]  # the nearest first
 
 

@@ -21,7 +21,7 @@ from everstep.store.objects import ObjectTier
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
 RECORDS = [
     types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.HaltRecord,
-    types.ImageInfo, types.OptimizerInfo, types.Frame,
+    types.ImageInfo, types.OptimizerInfo, types.Frame, types.DatasetRecord,
 ]  # fmt: skip
 TYPES = {"StructType": "Codec",
     "IntType": "integer", "StrType": "string", "LiteralType": "string", "FloatType": "number", "BoolType": "boolean",

@@ -28,7 +28,7 @@ def run(*command: object, timeout_s: float = 240.0) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*_*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*_*.*")), ids=lambda path: path.name)
 def test_an_example_fits_a_page(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 80
 

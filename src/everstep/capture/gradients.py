@@ -41,6 +41,7 @@ from everstep.image import ImageLayout
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
 _PATIENCE_S = 0.5  # with a full ring, beside the share of the time that all of this may cost
 _LOOK_S = 0.001
+_SHARED_RING_BYTES = 16 << 20
 _LOOKS = 4  # records whose gradients are compared with their packed form, before signs are trusted
 _DIGEST_EVERY = 64  # steps; a digest costs a few passes over the state
 _BEGINS = "records begin with a base, and with the step in which an optimizer is tried"
@@ -411,7 +412,9 @@ class Recorder:
                 return arena
         slots = self._life.newest + 2
         if kind == "log":
-            slots = max(_MIN_SLOTS, min(_MAX_SLOTS, base_bytes // layout.total_bytes))
+            # Several ranks share a chain: a moment's delay of one keeper should not end it for all.
+            room = max(base_bytes, _SHARED_RING_BYTES if self._life.topology.world > 1 else 0)
+            slots = max(_MIN_SLOTS, min(_MAX_SLOTS, room // layout.total_bytes))
         arena = self._life.make_arena(layout, kind=kind, slots=slots)
         self._life.attach(arena)
         return arena

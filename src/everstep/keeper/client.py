@@ -79,6 +79,7 @@ class KeeperClient:
         self._members: tuple[Member, ...] = ()
         self.address = ""  # of the keeper, for other nodes
         self.durable_step = self.durable_base = self.protected_step = self.shared_step = -1
+        self.shared_next = self.protected_missed = self.shared_missed = -1
         self.base_write_s = self.record_write_s = -1.0  # what the last ones took
         self.trouble = self._halt = ""
         self.leased: tuple[int, ...] = ()
@@ -248,6 +249,8 @@ class KeeperClient:
                     self.durable_base = max(self.durable_base, message.base)
                     self.protected_step = max(self.protected_step, message.protected)
                     self.shared_step = max(self.shared_step, message.shared)
+                    self.shared_next, self.shared_missed = message.shared_next, message.shared_missed
+                    self.protected_missed = message.protected_missed
                     self._state.notify_all()
             case Replicated():
                 self.replica = message

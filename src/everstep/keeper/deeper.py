@@ -19,6 +19,7 @@ from everstep.store.manifest import (
 )
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
+from everstep.tiers import gather, parse
 from everstep.types import ParityRecord, Part
 
 
@@ -48,6 +49,15 @@ def _is_of(guests: MemoryTier, folder: str, kind: type[Part] | type[ParityRecord
         except (Damaged, OSError):
             continue
     return False
+
+
+def _kept_on(name: str, hello: Hello) -> Keep:
+    """How many checkpoints stay on a deeper tier."""
+    shared = gather(parse(hello.tiers, "Hello")).shared
+    keep = shared.keep if name == "shared" and shared is not None else None
+    if keep is None:
+        return Keep(last=hello.keep_last, every=hello.keep_every)
+    return Keep(every=1) if keep == "all" else Keep(last=keep)
 
 
 class DeeperWork:
@@ -89,8 +99,7 @@ class DeeperWork:
         if not self._commit(base):
             raise Damaged("not all parts of it can be read there", tier=self._tier.name, step=base)
         if self._retires:
-            keep = Keep(last=self._hello.keep_last, every=self._hello.keep_every)
-            for gone in flush.retire(self._tier, keep, self._hello.run):
+            for gone in flush.retire(self._tier, _kept_on(self.name, self._hello), self._hello.run):
                 self._emit(Retired(step=gone, reason=f"newer checkpoints are on {self._tier.name}"))
             flush.clean(self._tier)
         self._emit(Sank(step=base, tier=self.name))

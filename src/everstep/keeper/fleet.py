@@ -193,8 +193,15 @@ class Fleet:
 
     def levels(self) -> dict[str, int]:
         """How far the levels beyond this node are, as trainers are told."""
-        deeper = [self._lanes[tier_name(tier)].complete for tier in self._tiers.deeper if self._lanes]
-        return {"protected": self.order("protect").reach, "shared": min(deeper, default=NONE)}
+        protect, deeper = self.order("protect"), [self.order(tier_name(tier)) for tier in self._tiers.deeper]
+        lanes = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
+        return {
+            "protected": protect.reach,
+            "shared": min((lane.complete for lane in lanes), default=NONE),
+            "shared_next": min((order.step for order in deeper), default=NONE),
+            "protected_missed": protect.missed,
+            "shared_missed": max((order.missed for order in deeper), default=NONE),
+        }
 
     def forget_guests(self) -> None:
         """The run is finished: nobody will ask for what was entrusted to this node."""

@@ -49,6 +49,7 @@ class Order(Noun, frozen=True, kw_only=True):
     step: int = NONE  # do your part of the first base at or after this
     complete: int = NONE  # of this base all have done their parts,
     reach: int = NONE  # and records lead all of them to this step
+    missed: int = NONE  # the newest appointed step that some node could not bring there
 
 
 class Orders(Noun, frozen=True, kw_only=True):
@@ -138,14 +139,14 @@ class Rounds:
         """The next step that no node can have passed yet; or the newest base, if training waits or stays there."""
         if not any(self._alive.values()):
             return min(self._newest.values())  # all have it: nobody was more than a step ahead
-        newest = max(self._newest.values())
+        newest, steps = max(self._newest.values()), self._cadences[name].steps or 1
         if self._waiting(name) >= newest:
             return newest if newest > state.complete else state.step  # from that one on records lead, or nothing does
         is_still = len(set(self._newest.values())) == 1 and now - self._changed_at >= STILL_S
-        if is_still and newest > max(state.complete, state.step):
+        is_far_enough = newest // steps > max(0, state.complete) // steps
+        if is_still and is_far_enough and newest > max(state.complete, state.step):
             return newest
-        ahead, steps = newest + AHEAD, self._cadences[name].steps or 1
-        return -(-ahead // steps) * steps
+        return -(-(newest + AHEAD) // steps) * steps
 
     def _reach(self, state: _State) -> int:
         if len(state.lanes) < len(self._nodes):
@@ -156,7 +157,10 @@ class Rounds:
         return Orders(
             generation=self._generation, silent=tuple(sorted(self._nodes - self._newest.keys())),
             lanes={
-                name: Order(step=state.step, complete=state.complete, reach=self._reach(state))
+                name: Order(
+                    step=state.step, complete=state.complete, reach=self._reach(state),
+                    missed=max((lane.missed for lane in state.lanes.values()), default=NONE),
+                )
                 for name, state in self._states.items()
             },
         )  # fmt: skip

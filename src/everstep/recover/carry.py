@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from everstep import image
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.assemble import Image
-from everstep.recover.gather import PACK_BYTES
 from everstep.recover.shelf import RecordImage
 from everstep.recover.survey import Sources
-from everstep.topology import Topology, collective_device, exchange
+from everstep.topology import Topology, broadcast, exchange
 from everstep.types import Holding, ParityHolding, Records
 
 
@@ -41,6 +38,13 @@ class Carrier:
         _, (data,) = self._carry(holding, lambda: (b"", [self._sources.fetch(holding)[2]]))
         layout, info = image.parse(data, len(data), file=f"rank {holding.rank} of {holding.node}")
         return layout, info, data
+
+    def image_for(self, rank: int, holding: Holding) -> Image | None:
+        """The same for one rank alone: it reads what its node has, and only what must travel concerns the others."""
+        if self._is_carried(holding) and self._place.nodes[rank] != holding.node:
+            found = self.image(holding)
+            return found if rank == self._place.rank else None
+        return self._sources.fetch(holding) if rank == self._place.rank else None
 
     def values(self, holding: Holding, *, copy: bool = False) -> RecordImage:
         if not self._is_carried(holding):
@@ -96,19 +100,5 @@ class Carrier:
         if self._place.rank != owner:
             buffers = [memoryview(bytearray(length)) for length in heard.lengths]
         for buffer in buffers:
-            _broadcast(buffer, owner, self._place.rank)
+            broadcast(buffer, owner, self._place)
         return heard.note, buffers
-
-
-def _broadcast(data: memoryview, owner: int, rank: int) -> None:
-    """Fill `data` on every rank with what the owner has in it."""
-    device = collective_device()
-    for at in range(0, len(data), PACK_BYTES):
-        piece = data[at : at + PACK_BYTES]
-        pack = torch.empty(len(piece), dtype=torch.uint8)
-        if rank == owner:
-            pack.copy_(torch.frombuffer(piece if not piece.readonly else bytearray(piece), dtype=torch.uint8))
-        pack = pack.to(device)
-        dist.broadcast(pack, src=owner)
-        if rank != owner:
-            piece[:] = memoryview(pack.cpu().numpy()).cast("B")  # type: ignore[arg-type]

@@ -7,7 +7,9 @@ ranks hold a whole, verified checkpoint. Safe to be killed at any point and run 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -18,14 +20,14 @@ from everstep.recover.assemble import Checkpoint, Image, view
 from everstep.recover.carry import Carrier
 from everstep.recover.chain import BadRecord, Chain, fetch_chain
 from everstep.recover.make_good import rebuild_parts
-from everstep.recover.plan import make_plan, merge, up_to, without
+from everstep.recover.plan import leaving_out, make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
 from everstep.store.manifest import encode
 from everstep.topology import Topology, exchange
 from everstep.types import Attempt, Holding, ParityHolding, Plan, Records, Rejection, Survey
 
 
-class _Report(msgspec.Struct):
+class Report(msgspec.Struct):
     """What one rank found when it fetched."""
 
     bad: list[tuple[Holding, str]]
@@ -47,15 +49,27 @@ class Found:
         return self.chain.last if self.chain is not None else self.base
 
 
+Past = TypeVar("Past")
+Fetch = Callable[[Carrier, Plan, int], tuple[Past | None, Report]]  # what a rank needs of a plan, and what of it is bad
+
+
 def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = None) -> Found | None:
     """The newest checkpoint that all ranks can have, verified and in memory; None if the run has no past.
 
     `limit`: no step after this one, because the way there was found to be wrong.
     """
+    return search(sources, topology, emit, _fetch, limit=limit)
+
+
+def search(
+    sources: Sources, topology: Topology, emit: Sink, fetch: Fetch[Past], *, limit: int | None = None,
+    passed_over: Collection[int] = (),
+) -> Past | None:  # fmt: skip
+    """The same for whoever needs other things of a checkpoint: `fetch` gets them, on every rank."""
     mine = msgspec.msgpack.encode((sources.node, sources.survey()))
     answers = [msgspec.msgpack.decode(a, type=tuple[str, Survey]) for a in exchange(mine, topology)]
     nodes = {node for node, _ in answers}
-    survey = up_to(merge([answer for _, answer in answers]), limit)
+    survey = leaving_out(up_to(merge([answer for _, answer in answers]), limit), passed_over)
     had_past = any(r.certain for r in survey.rejections) or any(h.source != "memory" for h in survey.holdings)
     had_past |= bool(survey.parities)
     told: set[Rejection] = set()
@@ -72,9 +86,9 @@ def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = N
             return None
         if topology.rank == 0:
             note_attempt(sources, plan.step, emit)
-        found, report = _fetch(carrier, plan, topology.rank)
+        found, report = fetch(carrier, plan, topology.rank)
         answered = exchange(msgspec.msgpack.encode(report), topology)
-        reports = [msgspec.msgpack.decode(answer, type=_Report) for answer in answered]
+        reports = [msgspec.msgpack.decode(answer, type=Report) for answer in answered]
         bad: list[tuple[Holding | Records | ParityHolding, str]] = []
         for one in reports:
             bad += [*one.bad, *one.bad_records, *one.bad_parities]
@@ -85,7 +99,7 @@ def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = N
             survey = without(survey, what, reason)
 
 
-def _fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, _Report]:
+def _fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
     images: dict[int, Image] = {}
     bad: list[tuple[Holding, str]] = []
     for holding in plan.parts:
@@ -107,13 +121,13 @@ def _fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, _Repo
         except Damaged as error:
             bad = [(holding, str(error)) for holding in plan.parts]
     if not carrier.is_agreed(not bad and not bad_parities) or base is None:
-        return None, _Report(bad, [], bad_parities)
+        return None, Report(bad, [], bad_parities)
     try:
-        return Found(base, fetch_chain(carrier, plan, rank), plan), _Report([])
+        return Found(base, fetch_chain(carrier, plan, rank), plan), Report([])
     except BadRecord as error:
         if isinstance(error.what, Holding):
-            return None, _Report([(error.what, error.reason)])
-        return None, _Report([], [(error.what, error.reason)])
+            return None, Report([(error.what, error.reason)])
+        return None, Report([], [(error.what, error.reason)])
 
 
 def _nothing_left(plan: Plan) -> Damaged:

@@ -276,6 +276,18 @@ def up_to(survey: Survey, limit: int | None) -> Survey:
     )
 
 
+def leaving_out(survey: Survey, steps: Collection[int]) -> Survey:
+    """The survey without these bases; what there is to be said of them is not said either."""
+    if not steps:
+        return survey
+    return msgspec.structs.replace(
+        survey,
+        holdings=tuple(h for h in survey.holdings if h.step not in steps),
+        parities=tuple(p for p in survey.parities if p.record.step not in steps),
+        rejections=tuple(r for r in survey.rejections if r.step not in steps),
+    )
+
+
 def _place(holding: Holding) -> tuple[object, ...]:
     return (holding.source, holding.node, holding.step, holding.rank, holding.generation)
 

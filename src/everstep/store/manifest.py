@@ -19,9 +19,9 @@ import xxhash
 from everstep.errors import Damaged, NewerFormat
 from everstep.image import CHUNK_BYTES, FORMAT
 from everstep.store.tier import Tier
-from everstep.types import Attempt, Commit, HaltRecord, ParityRecord, Part, Piece, RunRecord, TiersRecord
+from everstep.types import Attempt, Commit, DatasetRecord, HaltRecord, ParityRecord, Part, Piece, RunRecord, TiersRecord
 
-Record = TypeVar("Record", Commit, Part, RunRecord, TiersRecord, ParityRecord, HaltRecord, Attempt)
+Record = TypeVar("Record", Commit, Part, RunRecord, TiersRecord, ParityRecord, HaltRecord, Attempt, DatasetRecord)
 
 _COMMIT_NAME = re.compile(r"step-(\d{10})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{10})")
