@@ -21,11 +21,12 @@ from everstep.store.objects import ObjectTier
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
 RECORDS = [
     types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.HaltRecord,
-    types.ImageInfo, types.OptimizerInfo, types.Frame, types.DatasetRecord,
+    types.ImageInfo, types.OptimizerInfo, types.Frame, types.DatasetRecord, types.TiersRecord,
+    types.ParityRecord, types.ParityMember, types.ParityPart,
 ]  # fmt: skip
 TYPES = {"StructType": "Codec",
     "IntType": "integer", "StrType": "string", "LiteralType": "string", "FloatType": "number", "BoolType": "boolean",
-    "DictType": "object",
+    "DictType": "object", "UnionType": "string or null",
 }  # fmt: skip
 
 
