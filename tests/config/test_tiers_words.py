@@ -104,7 +104,7 @@ def test_wrong_tiers_are_named_with_their_place_and_what_would_be_right(
         ("Partner()]+[Partner()", "is no tier; write for example Partner()"),
         ("Shared(/lustre)", "cannot be read: "),
         ("Shared(lustre)", "--tiers: lustre is neither a number nor a text; quote it: 'lustre'"),
-        ("Shared('/l', 3)", "--tiers: Shared takes path, every, each by its name but for the first"),
+        ("Shared('/l', 3)", "--tiers: Shared takes path, every, keep, each by its name but for the first"),
     ],
 )
 def test_words_that_are_no_tiers_are_never_run(words: str, said: str) -> None:

@@ -138,7 +138,8 @@ ASK = """
 import everstep.topology as t, torch.distributed as dist
 t.init_process_group("gloo")
 place = t.here()
-print("place", place.rank, place.world, place.node, ",".join(place.nodes), ",".join(place.domains), flush=True)
+said = ("place", str(place.rank), str(place.world), place.node, ",".join(place.nodes), ",".join(place.domains))
+print(" ".join(said) + "\\n", end="", flush=True)  # one write: the other rank writes beside it
 dist.barrier()
 dist.destroy_process_group()
 """
