@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,24 @@ def cluster(tmp_path: Path) -> Iterator[Any]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def is_alone(request: pytest.FixtureRequest) -> bool:
+    """Whether no other test ran in this process: ranks are forked from it, and an object store forbids that once used.
+
+    If one may have, the test is run again by a process of its own, and this one has nothing more to do.
+    """
+    if os.environ.get("EVERSTEP_TEST_ALONE"):
+        return True
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", request.node.nodeid]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    ended = subprocess.run(
+        command, cwd=request.config.rootpath, env={**environment, "EVERSTEP_TEST_ALONE": "1"}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout
+    return False
 
 
 @pytest.fixture(scope="session")

@@ -167,8 +167,10 @@ def _keeper(run: Any) -> int:
 
 @pytest.mark.parametrize("tiers", [[Partner()], [Parity("xor")]], ids=["partner", "xor"])
 def test_a_job_that_ends_leaves_its_last_step_on_the_deepest_tier_and_no_memory_behind(
-    tiers: list[Any], cluster: Any
+    tiers: list[Any], is_alone: bool, cluster: Any
 ) -> None:
+    if not is_alone:
+        return
     nodes = cluster(2, 1, 1)
     deepest = nodes.root / "bucket"
     nodes.options["tiers"] = [*tiers, Shared(str(nodes.root / "lustre"), every=3), Objects(f"file://{deepest}")]

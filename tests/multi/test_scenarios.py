@@ -275,6 +275,7 @@ def test_a_replacement_with_another_name_takes_the_place_of_a_lost_node(situatio
         came_home(nodes, undisturbed(1, 1, 1), order=[nodes.nodes[0], spare, nodes.nodes[2]])
     finally:
         nodes.kill_keeper(spare)
+        shutil.rmtree(nodes.memory(spare), ignore_errors=True)
         nodes.nodes.remove(spare)
 
 
