@@ -44,6 +44,8 @@ from everstep.store.places import Places
 from everstep.tiers import Tier
 from everstep.types import Level
 
+_DEEPEST_S = 600.0  # that the end of a run waits for its deepest tier
+
 
 def guard(
     model: nn.Module | Sequence[nn.Module],
@@ -308,8 +310,12 @@ class Run:
                 self._keeping.take(self.step, base=True)
                 self._capture.wait_sealed()
                 self._keeper.wait_durable(self.step, None, as_base=True)
-                if self.settings.tiers.deeper:
-                    self._keeper.wait_for(Level.SHARED, self.step, None)
+                if self.settings.tiers.deeper and not self._keeper.wait_for(Level.SHARED, self.step, _DEEPEST_S):
+                    raise EverstepError(
+                        f"step {self.step} is durable, but the deepest tier did not take it within {_DEEPEST_S:.0f} s; "
+                        f"see the keeper's events. When the tier is back, `everstep scavenge {self.settings.directory}` "
+                        "brings it there."
+                    )
                 self._capture.let_go()
         finally:
             self._release(final=self._finished)
