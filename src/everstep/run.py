@@ -313,8 +313,8 @@ class Run:
                 if self.settings.tiers.deeper and not self._keeper.wait_for(Level.SHARED, self.step, _DEEPEST_S):
                     raise EverstepError(
                         f"step {self.step} is durable, but the deepest tier did not take it within {_DEEPEST_S:.0f} s; "
-                        f"see the keeper's events. When the tier is back, `everstep scavenge {self.settings.directory}` "
-                        "brings it there."
+                        "see the keeper's events. When the tier is back, `everstep scavenge "
+                        f"{self.settings.directory}` brings it there."
                     )
                 self._capture.let_go()
         finally:
