@@ -16,8 +16,6 @@ ALWAYS = {
     ("several_buckets", "snapshot", 3),
     ("several_buckets", "log", 4),
     ("gradients_that_stay_in_buckets", "snapshot", 3),
-    ("several_models", "snapshot", 3),
-    ("a_hook_for_communication", "snapshot", 4),
     ("a_static_graph", "log", 3),
     ("buffers_after_an_evaluation", "snapshot", 3),
 }

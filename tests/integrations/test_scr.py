@@ -63,7 +63,9 @@ def go_on(rank: int) -> list[str | None]:
 # -- coming back
 
 
-@pytest.mark.parametrize("ranks", [(1,), (2,), (2, 1)], ids=["alone", "two", "three-on-two-nodes"])
+@pytest.mark.parametrize(
+    "ranks", [(1,), pytest.param((2,), marks=pytest.mark.soak), (2, 1)], ids=["alone", "two", "three-on-two-nodes"]
+)
 def test_what_was_written_is_given_back_byte_by_byte(ranks: tuple[int, ...], nodes: Any) -> None:
     job = nodes(*ranks, SCR_COPY_TYPE="PARTNER")
     job.live(write_some(3, level="durable"))
@@ -71,7 +73,7 @@ def test_what_was_written_is_given_back_byte_by_byte(ranks: tuple[int, ...], nod
     assert results(job.live(go_on)) == [["step4"]] * sum(ranks)
 
 
-@pytest.mark.parametrize("scheme", ["PARTNER", "XOR", "RS"])
+@pytest.mark.parametrize("scheme", ["PARTNER", "XOR", pytest.param("RS", marks=pytest.mark.soak)])
 def test_a_lost_node_is_made_good_and_its_cache_filled_again(scheme: str, nodes: Any) -> None:
     job = nodes(2, 1, 1, SCR_COPY_TYPE=scheme, SCR_FLUSH=0)
     job.live(write_some(3))
@@ -310,7 +312,7 @@ def test_an_output_that_was_on_its_way_is_brought_by_the_next_life(nodes: Any) -
 # -- dying in the middle
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_dies_in_complete_output_leaves_the_dataset_before(victim: int, nodes: Any) -> None:
     job = nodes(2, 1, SCR_COPY_TYPE="XOR", SCR_FLUSH=0)
 

@@ -75,6 +75,7 @@ def under_mpi(job: Nodes, program: list[str]) -> str:
 
 
 @with_mpi
+@pytest.mark.soak
 def test_ranks_of_mpi_on_two_nodes_write_and_restart(nodes: Any) -> None:
     job = nodes(2, 1, SCR_COPY_TYPE="XOR", SCR_FLUSH=1)
     assert under_mpi(job, ["-c", ROUND_TRIP]).count("restarted from None") == 3

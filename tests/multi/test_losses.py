@@ -66,8 +66,8 @@ def check(cluster: Cluster, scheme: str, lost: set[str], spoilt: set[str], wante
 FEW = [
     ("single", (1, 1), (0,)),
     ("partner", (1, 1, 1, 1), (1, 3)),
-    ("partner", (1, 1, 1, 1), (1, 2)),
-    ("two partners", (1, 1, 1, 1), (1, 2)),
+    pytest.param("partner", (1, 1, 1, 1), (1, 2), marks=pytest.mark.soak),
+    pytest.param("two partners", (1, 1, 1, 1), (1, 2), marks=pytest.mark.soak),
     ("xor", (2, 1, 1), (0,)),
     ("xor", (2, 1, 1), (0, 1)),
     ("rs", (2, 1, 1, 1), (0, 3)),

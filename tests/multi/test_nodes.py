@@ -37,7 +37,7 @@ def test_nodes_with_directories_of_their_own_go_on_together(rebooted: bool, clus
 
 
 @pytest.mark.parametrize("scheme", ["partner", "xor", "rs"])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_lost_node_is_made_good_by_the_others(lost: int, scheme: str, cluster: Any, undisturbed: Any) -> None:
     tiers = {"partner": [Partner()], "xor": [Parity("xor")], "rs": [Parity("rs", losses=2)]}[scheme]
     nodes = cluster(1, 1, 1, 1, tiers=tiers)

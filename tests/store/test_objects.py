@@ -64,7 +64,7 @@ else:
 )
 
 
-@pytest.mark.parametrize("url", ["memory://", "file://", f"s3://{BUCKET}"])
+@pytest.mark.parametrize("url", ["memory://", pytest.param("file://", marks=pytest.mark.soak), f"s3://{BUCKET}"])
 def test_an_object_store_keeps_the_promises_of_a_tier_when_killed_before_every_operation(
     url: str, server: Server
 ) -> None:

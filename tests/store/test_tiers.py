@@ -48,6 +48,7 @@ class GrowsByWritingAnew(DiskTier):
         super().append(name, [memoryview(before), *parts])
 
 
+@pytest.mark.soak
 def test_the_suite_notices_a_tier_whose_append_endangers_what_was_there() -> None:
     with pytest.raises(AssertionError, match="took bytes away"):
         check_tier(GrowsByWritingAnew)
@@ -60,6 +61,7 @@ class CutsByWritingAnew(DiskTier):
         self.append(name, [data])
 
 
+@pytest.mark.soak
 def test_the_suite_notices_a_tier_whose_cut_endangers_what_is_to_stay() -> None:
     with pytest.raises(AssertionError, match="a cut killed before operation"):
         check_tier(CutsByWritingAnew)
