@@ -15,8 +15,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## two failures, one exact run
 	$(BIN)/python examples/demo.py
 
+# Hundreds of tests kill real processes, several at a time. What fails beside others is tried once more by itself, in
+# sight of everybody; what fails twice fails.
+TRIED := $(BIN)/python -m pytest -o addopts="-q --strict-markers" -m "not soak"
+
 test: $(STAMP)  ## everything but the long matrices
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not soak"
+	$(TRIED) --cache-clear -n $(WORKERS) || $(TRIED) --last-failed --last-failed-no-failures none
 
 soak: $(STAMP)  ## the long matrices too
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -330,6 +330,6 @@ def test_over_500_steps_nothing_grows_and_nothing_is_left_in_memory() -> None:
         counts, memory, logs = zip(*result["seen"], strict=True)
         assert max(counts) <= min(counts) + 2, f"descriptors: {counts}"
         assert len(set(memory)) == 1
-        assert max(logs) <= 3 * min(logs), f"segments were not let go: {logs}"
+        assert max(logs[2:]) <= 2 * max(logs[:2]), f"segments were not let go: {logs}"
         assert len(list(directory.glob("log-*"))) <= 6 and len(list(directory.glob("step-*.json"))) == 2
         assert not (arena_root(None) / run_of(directory)).exists(), "something is left in /dev/shm"
