@@ -23,10 +23,18 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(*shape, generator=generator) * 100).to(dtype)
 
 
+def mix(index: int) -> int:
+    """splitmix64, made odd."""
+    x = (index + 1) * 0x9E3779B97F4A7C15 % MODULUS
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % MODULUS
+    return x ^ (x >> 31) | 1
+
+
 def by_definition(name: str, tensor: Tensor) -> int:
     words = tensor.reshape(-1).view(torch.int32).tolist()
-    table = [module._mix(i - module._BLOCK) for i in range(module._BLOCK)]
-    weights = (table[i % module._BLOCK] * module._mix(i // module._BLOCK) for i in range(len(words)))
+    table = [mix(i - module._BLOCK) for i in range(module._BLOCK)]
+    weights = (table[i % module._BLOCK] * mix(i // module._BLOCK) for i in range(len(words)))
     return sum(map(int.__mul__, words, weights)) * (xxh3_64_intdigest(name.encode()) | 1) % MODULUS
 
 
@@ -76,8 +84,9 @@ def test_one_ulp_up_and_one_down_do_not_cancel(i: int, j: int) -> None:
 def test_large_tensors_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = noise(700, 61)
     whole = number(digest("a", tensor))
-    monkeypatch.setitem(module._CHUNK, "cpu", 1000)
+    monkeypatch.setitem(module._ROWS, "cpu", 1)
     assert number(digest("a", tensor)) == whole
+    assert number(digest("a", tensor.t().contiguous().t())) == whole
 
 
 @pytest.mark.gpu

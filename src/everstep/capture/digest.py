@@ -9,8 +9,9 @@ Nothing here waits for a device: whoever wants the number converts it. Modulo 2*
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,24 +21,14 @@ from everstep.capture.layout import Share
 
 MODULUS = 1 << 64
 _BLOCK = 1 << 14  # words that share a table of weights; each block scales it by a number of its own
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # words at once; their int64 fit a cache, or make a launch worth while
+_ROWS = {"cpu": 16, "cuda": 512}  # blocks at once: they fit a cache, or make a launch worth while
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @torch.no_grad()
 def digest(name: str, rows: Tensor, first_element: int = 0) -> Tensor:
     """The digest of some rows of a tensor, the first of whose elements has this index in the whole one; 0-dim int64."""
-    rows = rows.detach()
-    if rows.is_contiguous():
-        rows = rows.view(-1)
-    total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    if rows.numel():
-        row_elements = rows.numel() // rows.shape[0]
-        at_once = max(1, _CHUNK[rows.device.type] // row_elements)
-        for first in range(0, rows.shape[0], at_once):
-            words = _words(rows[first : first + at_once])
-            total += _sum(words, (first_element + first * row_elements) * max(1, rows.itemsize // 4))
-    return total * _signed(xxh3_64_intdigest(name.encode()) | 1)
+    return added(_sums([_Part(name, rows, first_element)]))
 
 
 @torch.no_grad()
@@ -46,13 +37,14 @@ def state_digest(shares: Iterable[Share]) -> tuple[Tensor, Tensor]:
 
     The number that proves a step to a rank is the sum of all ranks' common parts and of its own private one.
     """
-    sums: tuple[list[Tensor], list[Tensor]] = ([], [])
+    parts: tuple[list[_Part], list[_Part]] = ([], [])
     for share in shares:
         tensor = share.entry.tensor
         if share.entry.gate is not None:
             row_elements = tensor.numel() // max(1, tensor.shape[0]) if tensor.dim() else 1
-            sums[not share.entry.common].append(digest(share.entry.name, share.source(), share.first * row_elements))
-    return added(sums[0]), added(sums[1])
+            part = _Part(share.entry.name, share.source(), share.first * row_elements)
+            parts[not share.entry.common].append(part)
+    return added(_sums(parts[0])), added(_sums(parts[1]))
 
 
 def number(*sums: Tensor) -> int:
@@ -71,27 +63,84 @@ def added(sums: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers, in its logical order."""
-    flat = tensor.reshape(-1)
-    return flat.view(_WORDS[flat.itemsize])
+class _Part(NamedTuple):
+    """Some rows of a tensor, the first of whose elements has this index in the whole one."""
+
+    name: str
+    rows: Tensor
+    first_element: int
+
+    def slabs(self) -> Iterator[tuple[Tensor, int]]:
+        """The bits as integers in their logical order, with the index of the first; bounded copies, if they must be."""
+        rows = self.rows.detach()
+        per_element = max(1, rows.itemsize // 4)
+        if rows.is_contiguous():
+            yield rows.view(-1).view(_WORDS[rows.itemsize]), self.first_element * per_element
+        elif rows.numel():
+            row_elements = rows.numel() // rows.shape[0]
+            at_once = max(1, _ROWS[rows.device.type] * _BLOCK // row_elements)
+            for first in range(0, rows.shape[0], at_once):
+                words = rows[first : first + at_once].reshape(-1).view(_WORDS[rows.itemsize])
+                yield words, (self.first_element + first * row_elements) * per_element
 
 
-def _sum(words: Tensor, first: int) -> Tensor:
-    """The weighted sum of consecutive words, of which the first has this index."""
-    table = _table(words.device)
-    count, block, at = words.numel(), first // _BLOCK, -first % _BLOCK
-    head = words[: min(at, count)]
-    total = (head * table[first % _BLOCK :][: head.numel()]).sum() * _signed(_mix(block)) if at else 0
-    block += at > 0
-    full = max(0, count - at) // _BLOCK
-    if full:
-        sums = (words[at : at + full * _BLOCK].view(full, _BLOCK) * table).sum(1)
-        total = total + (sums * _mixed(torch.arange(block, block + full, device=words.device))).sum()
-    tail = words[at + full * _BLOCK :] if at < count else words[:0]
-    if tail.numel():
-        total = total + (tail * table[: tail.numel()]).sum() * _signed(_mix(block + full))
-    return torch.as_tensor(total, dtype=torch.int64, device=words.device)
+class _Pile:
+    """Blocks of words of many tensors, multiplied and added up together: a few launches for all of them."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._blocks = torch.zeros((_ROWS[device.type], _BLOCK), dtype=dtype, device=device)
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._factors = torch.empty((2, len(self._blocks)), dtype=torch.int64)  # of each row its block, and its name
+        self._rows = 0
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, words: Tensor, first: int, factor: int) -> None:
+        """Each word lies in its row where its index says, so that the table of weights fits every row."""
+        at = 0
+        while at < words.numel():
+            if self._rows == len(self._blocks):
+                self.flush()
+            row, (block, column) = self._rows, divmod(first + at, _BLOCK)
+            left = words.numel() - at
+            if column or left < _BLOCK:
+                count, rows = min(left, _BLOCK - column), 1
+                self._targets.append(self._blocks[row, column : column + count])
+                self._sources.append(words[at : at + count])
+            else:
+                rows = min(left // _BLOCK, len(self._blocks) - row)
+                count = rows * _BLOCK
+                self._targets.append(self._blocks[row : row + rows])
+                self._sources.append(words[at : at + count].view(rows, _BLOCK))
+            self._rows += rows
+            torch.arange(block, block + rows, out=self._factors[0, row : self._rows])
+            self._factors[1, row : self._rows] = factor
+            at += count
+
+    def flush(self) -> None:
+        if self._rows:
+            torch._foreach_copy_(self._targets, self._sources)
+            blocks, (numbers, names) = self._blocks[: self._rows], self._factors[:, : self._rows]
+            sums = (blocks * _table(blocks.device)).sum(1)
+            factors = _mixed(numbers) * names  # a few kilobytes, which go to a device without a wait
+            self.total += (sums * factors.to(blocks.device, non_blocking=True)).sum()
+            blocks.zero_()
+            self._targets, self._sources, self._rows = [], [], 0
+
+
+def _sums(parts: Iterable[_Part]) -> list[Tensor]:
+    """The digests of all parts, added up where they lie."""
+    piles: dict[tuple[torch.device, torch.dtype], _Pile] = {}
+    for part in parts:
+        factor = _signed(xxh3_64_intdigest(part.name.encode()) | 1)
+        for words, first in part.slabs():
+            kind = words.device, words.dtype
+            if kind not in piles:
+                piles[kind] = _Pile(*kind)
+            piles[kind].add(words, first, factor)
+    for pile in piles.values():
+        pile.flush()
+    return [pile.total for pile in piles.values()]
 
 
 @cache
@@ -103,16 +152,8 @@ def _table(device: torch.device) -> Tensor:
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def _mix(index: int) -> int:
-    """splitmix64, made odd."""
-    x = (index + 1) * _FACTORS[0] % MODULUS
-    x = (x ^ (x >> 30)) * _FACTORS[1] % MODULUS
-    x = (x ^ (x >> 27)) * _FACTORS[2] % MODULUS
-    return x ^ (x >> 31) | 1
-
-
 def _mixed(index: Tensor) -> Tensor:
-    """The same for many."""
+    """splitmix64, made odd."""
     x = (index + 1) * _signed(_FACTORS[0])
     x = (x ^ _shifted(x, 30)) * _signed(_FACTORS[1])
     x = (x ^ _shifted(x, 27)) * _signed(_FACTORS[2])

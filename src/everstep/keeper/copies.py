@@ -17,9 +17,9 @@ from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE
+from everstep.keeper.session import SOON_S, longer
 from everstep.store.tier import Tier
 
-_TICK_S = 0.01
 _REST_S = 2.0  # after a node could not be reached
 
 
@@ -57,13 +57,15 @@ class _Copy:
         self.rests_until = 0.0
         self.is_lost = False
 
-    def take(self, ring: Arena, hello: Hello) -> None:
+    def take(self, ring: Arena, hello: Hello) -> bool:
         if hello.rank not in self._open:
             self._book.open(hello)
             self._open.add(hello.rank)
         self._takers.join(self, hello.rank, ring.taken())
+        has_taken = False
         while self._book.take(ring):
-            continue  # every call takes as far as there is no gap
+            has_taken = True  # every call takes as far as there is no gap
+        return has_taken
 
     def lose(self) -> None:
         """It cannot be reached: nobody waits for it, and what it has is looked at again when it can be."""
@@ -87,24 +89,27 @@ class Copies:
         self._lock = threading.Lock()
 
     def work(self, ending: threading.Event) -> None:
-        while not ending.wait(_TICK_S):
+        rest = SOON_S
+        while not ending.wait(rest):
             sessions = [(one.ring, one.hello) for one in self._roster.all() if one.ring is not None]
-            for copy in self._copies:
-                if sessions and time.monotonic() >= copy.rests_until:
-                    self._try(copy, [(ring, hello) for ring, hello in sessions if ring is not None])
+            ready = [copy for copy in self._copies if sessions and time.monotonic() >= copy.rests_until]
+            taken = [self._try(copy, [(ring, hello) for ring, hello in sessions if ring is not None]) for copy in ready]
+            rest = SOON_S if any(taken) else longer(rest)
 
-    def _try(self, copy: _Copy, sessions: Sequence[tuple[Arena, Hello]]) -> None:
+    def _try(self, copy: _Copy, sessions: Sequence[tuple[Arena, Hello]]) -> bool:
+        """Whether there was anything to take."""
         try:
             with self._lock:
-                for ring, hello in sessions:
-                    copy.take(ring, hello)
+                taken = [copy.take(ring, hello) for ring, hello in sessions]
             copy.is_lost = False
+            return any(taken)
         except (EverstepError, OSError) as error:
             if not copy.is_lost:
                 self._emit(Degraded(what=f"records are not copied to the {copy.name}", reason=str(error)))
             copy.lose()
         except ValueError:
-            return  # the ring was closed in this moment: another one follows, or none
+            pass  # the ring was closed in this moment: another one follows, or none
+        return False
 
     def reach(self, base: int) -> int:
         """The newest step that copies of records lead to everywhere, from a base that is there."""

@@ -44,13 +44,15 @@ from everstep.keeper.peers import Peer
 from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt, Trouble
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
+from everstep.keeper.session import SOON_S, longer
 from everstep.protect.groups import NodePlace, parity_groups, partners
 from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
 from everstep.tiers import Parity, Partner, Tiers
 from everstep.types import Holding, Level, Records, Survives
 
-_TELL_S = 0.02
+_TELL_S = 0.1  # since orders come as answers, even what is not new is told again
+_TELLS_PER_S = 500  # that the first node hears at most; many nodes tell more rarely
 _SHARE = 0.1  # of its time, that a lane without a cadence takes at most
 _STUCK_S = 5.0
 _GUESTS = "guests"
@@ -213,24 +215,32 @@ class Fleet:
         return self.orders.lanes.get(lane, Order())
 
     def _tell_loop(self) -> None:
-        is_lost = False
-        while not self._ending.wait(_TELL_S):
+        is_lost, told, told_at = False, None, 0.0
+        rest = at_least_s = max(SOON_S, len(self._members) / _TELLS_PER_S)
+        while not self._ending.wait(rest):
+            report = self._report()
+            if report == told and time.monotonic() - told_at < _TELL_S:
+                rest = max(at_least_s, longer(rest))
+                continue
+            rest, told, told_at = at_least_s, report, time.monotonic()
             try:
-                self._hear(self._tell())
-                self._complain()
+                self._hear(self._tell(report))
+                self._complain(report.newest)
                 is_lost = False
             except (EverstepError, OSError) as error:
                 if not is_lost:
                     self._emit(Degraded(what="no step is protected or brought deeper", reason=str(error)))
                 is_lost = True
 
-    def _tell(self) -> Orders:
+    def _report(self) -> Report:
         newest = self._roster.newest_of_life()
-        report = Report(
+        return Report(
             node=self._node, generation=self._hello.generation, newest=NONE if newest is None else newest,
             is_alive=self._roster.is_anybody_alive(), wanted=dict(self.wanted),
             lanes={name: status() for name, status in self._reported.items()},
         )  # fmt: skip
+
+    def _tell(self, report: Report) -> Orders:
         if self._rounds is not None:
             return self._take_in(report)
         answer = self._peers[self._members[0].node].ask(Tell(report=report)).answer
@@ -243,13 +253,12 @@ class Fleet:
         with self._rounding:
             return self._rounds.hear(report, time.monotonic())
 
-    def _complain(self) -> None:
+    def _complain(self, newest: int) -> None:
         """Whoever waits for what can only come with a later base is told so: it would wait for ever."""
-        newest = self._roster.newest_of_life()
         stuck = [
             name
             for name, wanted in self.wanted.items()
-            if newest is not None and max(self.order(name).reach, newest) < min(wanted, self.order(name).step)
+            if newest != NONE and max(self.order(name).reach, newest) < min(wanted, self.order(name).step)
         ]
         if not stuck:
             self._stuck_since = time.monotonic()

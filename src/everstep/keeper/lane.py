@@ -19,9 +19,8 @@ from everstep.events import Degraded, Sink
 from everstep.keeper.protocol import Hello
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order
-from everstep.keeper.session import Session, lease_all
+from everstep.keeper.session import SOON_S, Session, lease_all, longer
 
-_TICK_S = 0.01
 _REST_S = 1.0
 _TRIES = 3  # of one step; then the others are told not to wait for it
 _ASK_AGAIN_S = 0.25  # after a trainer had no slot to lend
@@ -94,16 +93,21 @@ class LaneWorker:
             return self._held if self._held is not None and self._held.step == step else None
 
     def work(self, ending: threading.Event) -> None:
-        while not ending.wait(_TICK_S):
-            order = self._order()
-            if not self._has_begun:
-                self._begin()
-            if order.complete > self.complete:
-                self._end_round(order.complete)
-            if order.step > self._done and time.monotonic() >= self._retry_at:
-                self._try(order.step)  # also one that was missed, if all still wait for it
+        rest = SOON_S
+        while not ending.wait(rest):
+            before = self._done, self.complete
+            self._turn(self._order())
+            rest = SOON_S if (self._done, self.complete) != before else longer(rest)
         self._let_go()
         self._give_back(self._kept)
+
+    def _turn(self, order: Order) -> None:
+        if not self._has_begun:
+            self._begin()
+        if order.complete > self.complete:
+            self._end_round(order.complete)
+        if order.step > self._done and time.monotonic() >= self._retry_at:
+            self._try(order.step)  # also one that was missed, if all still wait for it
 
     def _begin(self) -> None:
         """What the run went on from is all that it has, until all have brought something newer."""

@@ -19,7 +19,7 @@ from everstep.cadence import Every
 from everstep.types import Noun
 
 STILL_S = 0.06  # a newest base that stays so for this long will be there a moment longer
-AHEAD = 2  # steps: as far as one rank can be before another, and one to say so
+AHEAD = 2  # steps: as far as one rank can be before another, and one to say so, where steps are shorter than that
 NONE = -1
 
 
@@ -72,7 +72,9 @@ class Rounds:
     def __init__(self, nodes: Collection[str], cadences: Mapping[str, Every], generation: str, share: float) -> None:
         self._nodes, self._cadences, self._generation, self._share = set(nodes), dict(cadences), generation, share
         self._newest: dict[str, int] = {}
-        self._changed_at = 0.0  # when one of them last did
+        self._changed_at = 0.0  # when one of them last did,
+        self._rose_at = 0.0  # when the newest of all did,
+        self._step_s = 0.0  # and how long a step takes, by that
         self._wanted: dict[str, dict[str, int]] = {}
         self._alive: dict[str, bool] = {}
         self._states = {lane: _State() for lane in cadences}
@@ -89,6 +91,7 @@ class Rounds:
         is_ours = report.generation == self._generation and report.node in self._nodes
         if is_ours:
             if self._newest.get(report.node) != report.newest:
+                self._see_newest(report.newest, now)
                 self._newest[report.node], self._changed_at = report.newest, now
             self._wanted[report.node] = report.wanted
             self._alive[report.node] = report.is_alive
@@ -100,6 +103,11 @@ class Rounds:
         if is_ours:
             self._told[report.node] = {name: state.complete for name, state in self._states.items()}
         return self._orders()
+
+    def _see_newest(self, newest: int, now: float) -> None:
+        rise = newest - max(self._newest.values(), default=newest)
+        if rise > 0:
+            self._rose_at, self._step_s = now, (now - self._rose_at) / rise
 
     def _move(self, name: str, state: _State, now: float) -> None:
         lanes, has_heard_all = state.lanes.values(), len(state.lanes) == len(self._newest) == len(self._nodes)
@@ -146,7 +154,7 @@ class Rounds:
         is_far_enough = newest // steps > max(0, state.complete) // steps
         if is_still and is_far_enough and newest > max(state.complete, state.step):
             return newest
-        return -(-(newest + AHEAD) // steps) * steps
+        return -(-(newest + (1 if self._step_s >= STILL_S else AHEAD)) // steps) * steps
 
     def _reach(self, state: _State) -> int:
         if len(state.lanes) < len(self._nodes):

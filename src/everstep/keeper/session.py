@@ -28,7 +28,13 @@ from everstep.keeper.protocol import (
 )
 
 _LEASE_TIMEOUT_S = 5.0
-TICK_S = 0.05
+TICK_S = 0.05  # between two looks at what trainers have sealed,
+SOON_S = 0.01  # and between the first ones after something has happened
+
+
+def longer(rest_s: float) -> float:
+    """How long to rest after a look that found nothing new."""
+    return min(TICK_S, 1.5 * rest_s)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,9 @@ MTBF_S = 6 * 3600.0  # assumed while nobody knows better: large jobs on many nod
 RECOVERY_S = 60.0  # how long the replay of a log may take
 LOG_PER_BASE = 16.0  # the log since a base is at most this many times as large as the base,
 DISK_SHARE = 0.5  # and takes at most this share of the space that is left
+WRITING_SHARE = (
+    0.1  # of its time, that a disk writes bases at most: even if they cost the loop nothing, the log needs it
+)
 REPLAY_SHARE = 0.2  # assumed of a device: repeating an update takes this share of a step
 UNBOUNDED = 1_000_000  # steps; where nothing sets a limit, this does
 
@@ -65,7 +68,7 @@ def steps_per_base(costs: Costs, *, budget: float, recovery_s: float = RECOVERY_
         ("free disk space", DISK_SHARE * costs.free_bytes / max(costs.record_bytes, 1)),
     ]
     at_least = [
-        ("time to write a base", costs.base_write_s / step_s),
+        ("time to write a base", costs.base_write_s / (WRITING_SHARE * step_s)),
         ("overhead budget", costs.base_stall_s / (budget * step_s)),
     ]
     value, bound = _clip(wanted, at_most, at_least)
