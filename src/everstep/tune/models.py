@@ -14,9 +14,7 @@ MTBF_S = 6 * 3600.0  # assumed while nobody knows better: large jobs on many nod
 RECOVERY_S = 60.0  # how long the replay of a log may take
 LOG_PER_BASE = 16.0  # the log since a base is at most this many times as large as the base,
 DISK_SHARE = 0.5  # and takes at most this share of the space that is left
-WRITING_SHARE = (
-    0.1  # of its time, that a disk writes bases at most: even if they cost the loop nothing, the log needs it
-)
+WRITING_SHARE = 0.1  # of its time, that a disk writes bases at most: the log needs it too
 REPLAY_SHARE = 0.2  # assumed of a device: repeating an update takes this share of a step
 UNBOUNDED = 1_000_000  # steps; where nothing sets a limit, this does
 
