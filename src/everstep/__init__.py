@@ -3,7 +3,7 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events cadence tiers config image launch topology signals halt
+types errors events cadence tiers config image launch wires topology signals halt
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
@@ -18,6 +18,7 @@ store/          where it lies, and whose it is          places claim halts
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
 keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer
+keeper/         who goes on after a loss                views assembly
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
 keeper/         beyond this node, a lane each           lane deeper partners parity_work copies
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
@@ -27,6 +28,7 @@ keeper/         and its end in the trainer              client arrival keeping
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          others reach audit salvage records rebuild retrieve
+live/           without leaving the loop                line presence regroup loop
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life

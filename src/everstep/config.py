@@ -15,6 +15,7 @@ from everstep.tiers import Tier, Tiers, choose
 Mode = Literal["host", "device", "direct", "disk"]
 Strategy = Literal["auto", "snapshot", "log", "replica"]
 KeeperKind = Literal["process", "inline"]
+Policy = Literal["spare", "rollback", "restart"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Settings:
     strict: bool = True
     keeper: KeeperKind = "process"
     linger_s: float = 60.0
+    on_loss: tuple[Policy, ...] = ()
+    detect_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.epochs < 1:
@@ -63,6 +66,13 @@ class Settings:
             raise BadConfig("mode='direct' needs tiers=[Memory(path=...)] with a path on the persistent memory")
         if self.keeper not in ("process", "inline"):
             raise BadConfig(f"keeper must be 'process' or 'inline', not {self.keeper!r}")
+        for policy in self.on_loss:
+            if policy not in get_args(Policy):
+                raise BadConfig(f"on_loss takes {', '.join(get_args(Policy))}, not {policy!r}")
+        if self.on_loss and self.keeper == "inline":
+            raise BadConfig("on_loss needs keeper='process': a thread of a lost rank can tell nobody")
+        if self.detect_s <= 0:
+            raise BadConfig(f"detect_timeout must be more than nothing, not {self.detect_s} s")
 
 
 def settings(
@@ -72,6 +82,7 @@ def settings(
     tiers: Sequence[Tier] | str | Path | None,
     keep: int | Keep,
     mode: Mode,
+    on_loss: Policy | Sequence[Policy],
     **rest: object,
 ) -> Settings:
     if isinstance(keep, bool) or not isinstance(keep, int | Keep):
@@ -82,5 +93,6 @@ def settings(
         tiers=choose(tiers, os.environ),
         keep=Keep(last=keep) if isinstance(keep, int) else keep,
         mode=mode,
+        on_loss=(on_loss,) if isinstance(on_loss, str) else tuple(on_loss),
         **rest,  # type: ignore[arg-type]
     )

@@ -1,6 +1,7 @@
 """Every way Everstep says no.
 
     EverstepError                      exit 1
+    ├── Restart                        exit 75  also RuntimeError: a loss that cannot be lived through; start again
     ├── NothingToRestore               exit 3   also FileNotFoundError
     ├── Damaged                        exit 4   also ValueError: bytes that fail their check
     │   └── NewerFormat                exit 4   written by a later Everstep
@@ -45,6 +46,12 @@ class MissingPackage(EverstepError, ImportError):
     def __init__(self, package: str, feature: str, *, extra: str) -> None:
         self.package, self.feature, self.extra = package, feature, extra
         super().__init__(f"{feature} needs {package}: pip install {package}, or pip install 'everstep[{extra}]'.")
+
+
+class Restart(EverstepError, RuntimeError):
+    """Nobody goes on in this process: it is to be started again, and resumes from the nearest tier."""
+
+    exit_code = 75
 
 
 class NothingToRestore(EverstepError, FileNotFoundError):

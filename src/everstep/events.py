@@ -173,6 +173,40 @@ class Retired(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class RanksLost(Event, frozen=True, kw_only=True):
+    """A rank of a view is gone; the others are told to stop."""
+
+    view: int
+    rank: int
+    how: str  # it was noticed
+
+
+class Called(Event, frozen=True, kw_only=True):
+    """All who were left stood still, and were called to the next view. A world of none: all are to start again."""
+
+    view: int
+    policy: str
+    world: int
+    lost: tuple[int, ...]
+    waited_s: float  # from the loss until all stood still
+    reason: str  # why it is not what was wished for first
+
+
+class WentOn(Event, frozen=True, kw_only=True):
+    """A rank trains again, without having left its process."""
+
+    view: int
+    rank: int
+    world: int
+    policy: str
+    step: int  # that it goes on from,
+    left_at: int  # and that it was at
+    exact: bool  # as if nothing had happened, bit for bit
+    stopped_s: float  # from hearing of the loss until it stood still,
+    met_s: float  # until all had met,
+    restored_s: float  # and until the state was there
+
+
 class Stopping(Event, frozen=True, kw_only=True):
     """A signal asked the run to end at a step boundary."""
 
@@ -235,6 +269,9 @@ AnyEvent = (
     | KeeperEnded
     | Scavenged
     | Retired
+    | RanksLost
+    | Called
+    | WentOn
     | Stopping
     | Halted
     | Tuned

@@ -63,6 +63,11 @@ def missing(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in known.items() if not environment.get(name)}
 
 
+def is_spare(environment: Mapping[str, str]) -> bool:
+    """Whether this process is to stand by until a place becomes free."""
+    return environment.get("EVERSTEP_SPARE", "") not in ("", "0")
+
+
 def end_time(environment: Mapping[str, str]) -> float | None:
     """When the allocation ends, in seconds since the epoch, if anybody says."""
     for name in ("EVERSTEP_END_TIME", "SLURM_JOB_END_TIME"):

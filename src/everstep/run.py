@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,14 +28,18 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.life import Life
 from everstep.capture.position import Feed
 from everstep.capture.steering import followed
-from everstep.config import Keep, KeeperKind, Mode, Settings, Strategy, settings
-from everstep.errors import BadConfig, EverstepError
+from everstep.config import Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
+from everstep.errors import BadConfig, EverstepError, Restart
 from everstep.events import Degraded, EventLog, Finished, Halted, Started, Stopping
 from everstep.keeper.arrival import arrive, check
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.keeping import Keeping
 from everstep.keeper.protocol import runtime_folder
 from everstep.keeper.scavenge import sign
+from everstep.launch import is_spare
+from everstep.live.loop import LiveStep, live_steps, stand_by
+from everstep.live.presence import Presence
+from everstep.live.regroup import regroup
 from everstep.recover.resume import resume
 from everstep.recover.state import State, as_list, stateful_list
 from everstep.recover.survey import Sources
@@ -68,6 +73,8 @@ def guard(
     mode: Mode = "host",
     keeper: KeeperKind = "process",
     linger: str = "60s",
+    on_loss: Policy | Sequence[Policy] = (),
+    detect_timeout: str = "10s",
 ) -> Run:
     """Guard a training loop; resumes by itself if the directory has a past.
 
@@ -79,10 +86,14 @@ def guard(
     mode: where captures land: "host" memory, spare "device" memory first, "direct" into Memory(path=...), or "disk"
     (as often as the disk takes them). keep: how many checkpoints stay on disk, or Keep(last=, every=).
     linger: how long the keeper holds memory for a restart after the trainers are gone.
+    on_loss: what run.live() does when a rank is lost, the first of these that can be done: "spare" (one that stands by
+    takes its place), "rollback" (the others go on without it), "restart". detect_timeout: after which a rank that hangs
+    is taken for lost.
     """
     chosen = settings(
         dir, lose_at_most=lose_at_most, overhead_budget=overhead_budget, strategy=strategy, tiers=tiers, keep=keep,
         mode=mode, strict=strict, epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
+        on_loss=on_loss, detect_s=seconds(detect_timeout, name="detect_timeout"),
     )  # fmt: skip
     state = State(
         models=as_list(model, nn.Module, "model"),
@@ -103,24 +114,43 @@ class Run:
         self.step = 0
         self.resumed_from: int | None = None
         self._resumed_base: int | None = None
-        self._state = state
-        self._place = topology.here()
-        self._feed = Feed(loader, self._place.rank, self._place.world) if loader is not None else None
+        self._state, self._loader = state, loader
         self._finished = False
         self._had_finished = False  # in an earlier life
         self._closed = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
-        check(chosen, self._place)
+        self._left_at = 0  # the step at which a life was ended by a loss
         self._places = Places.chosen(chosen.directory, chosen.tiers)
         claim.make(self._places)
+        self._life = ExitStack()
+        self._presence = Presence(chosen) if chosen.on_loss else None
+        if is_spare(os.environ):
+            self._signals = Signals(lambda: self._step_s)
+            stand_by(self, self._presence)
+        else:
+            self._begin()
+            self._signals = Signals(lambda: self._step_s)
+            self._listen()
+        atexit.register(self._at_exit)
+
+    # -- beginning
+
+    def _begin(self) -> None:
+        """Begin a life: all ranks of a job, or of a view, together."""
+        chosen, state = self.settings, self._state
+        self._place = topology.here()
+        check(chosen, self._place)
+        self._feed = Feed(self._loader, self._place.rank, self._place.world) if self._loader is not None else None
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
         self._claim = claim.take(self._places, self._place, self._emit)
+        self._life.callback(self._claim.give_back)
         self._run = self._claim.run
         source = self._restore()
-        generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
+        generation = self._generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
+        self._life.callback(self._keeper.close, final=False)
         arrive(
             self._keeper, chosen, self._place, self._claim, generation=generation, resumed_from=self.resumed_from,
             replica=self._followed,
@@ -136,8 +166,16 @@ class Run:
             state.subjects, life, self._keeper, self._tree, left=left, rings=rings, resumed_from=self.resumed_from,
             resumed_base=self._resumed_base, is_followed=bool(self._followed),
         )  # fmt: skip
+        self._life.callback(self._close_keeping)
         self._capture = self._keeping.capture
-        self._signals = Signals(lambda: self._step_s, self._keeper.stop_at if self._place.world > 1 else None)
+        self._emit(
+            Started(rank=self._place.rank, world=self._place.world, pid=os.getpid(), step=self.step, source=source)
+        )
+
+    def _listen(self) -> None:
+        """Be ready for what the keeper says."""
+        leaves_alone = self._place.world == 1 or self._presence is not None
+        self._signals.tell = None if leaves_alone else self._keeper.stop_at
         self._keeper.listen_with(
             Answers(
                 lease=self._capture.lease,
@@ -147,13 +185,9 @@ class Run:
                 halt=self._signals.hear_halt,
             )
         )
-        atexit.register(self._at_exit)
         self._protect_anew()
-        self._emit(
-            Started(rank=self._place.rank, world=self._place.world, pid=os.getpid(), step=self.step, source=source)
-        )
-
-    # -- beginning
+        if self._presence is not None:
+            self._presence.enrol(self._run, self._generation, self._place)
 
     def _sources(self) -> Sources:
         return Sources(self._places, self._run, is_common=self._claim.disk_is_common)
@@ -247,7 +281,43 @@ class Run:
         if self._closed:
             return
         self._finished = True
+        if self._presence is not None:  # whoever is lost before all are here is missed by all
+            self._capture.wait_sealed()
+            topology.exchange(b"", self._place)
         self.close()
+
+    def live(self) -> Iterator[LiveStep]:
+        """The steps of the loop, each to be entered: `for step in run.live(): with step as batch: ...`
+
+        A rank that is lost meanwhile is answered as on_loss says: a step that could not be finished comes again, and
+        nobody who is left has to leave the loop.
+        """
+        if self._presence is None or self._feed is None:
+            raise BadConfig("run.live() needs guard(..., loader, on_loss=[...])")
+        return live_steps(self, self._presence)
+
+    def end_life(self) -> None:
+        """For the loop of run.live(): let go of what belongs to the present life; whatever is sealed stays."""
+        self._left_at = self.step
+        self._life.close()
+        if self._signals.is_asked:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def begin_again(self) -> None:
+        """For the loop of run.live(): begin a life in the present group."""
+        regroup(self._state.subjects.models, self._loader)
+        self._state.reductions.forget()
+        self._begin()
+        self._listen()
+        if self.resumed_from is None:
+            raise Restart("nothing was sealed yet that those who are left could go on from")
+
+    def tell_went_on(self, presence: Presence) -> None:
+        self._emit(presence.report(self._place, step=self.step, left_at=self._left_at))
+
+    def _close_keeping(self) -> None:
+        for arena in self._keeping.close():
+            arena.close()
 
     # -- asking
 
@@ -324,12 +394,15 @@ class Run:
 
     def _release(self, *, final: bool) -> None:
         self._closed = True
+        self._life.pop_all()
         rings = self._keeping.close()
         self._keeper.close(final=final)
         for ring in rings if final and self._keeper.durable_base >= self.step else ():
             ring.remove()  # the last base is on the disk: nobody needs records
         self._signals.give_back()
         self._claim.give_back()
+        if self._presence is not None:
+            self._presence.close(final=final)
 
     def __enter__(self) -> Self:
         return self

@@ -20,9 +20,10 @@ _HEARD_S = 0.5  # until all ranks have heard of the last step
 class Signals:
     """Hears the signals of this process, and knows which step is the last."""
 
-    def __init__(self, step_s: Callable[[], float], tell: Callable[[int, str], None] | None) -> None:
-        """`step_s`: how long a step takes. `tell`: let the other ranks know of the last step, if there are any."""
-        self._step_s, self._tell = step_s, tell
+    def __init__(self, step_s: Callable[[], float]) -> None:
+        """`step_s`: how long a step takes."""
+        self._step_s = step_s
+        self.tell: Callable[[int, str], None] | None = None  # the other ranks of the last step, if all leave together
         self._received: int | None = None
         self._stop_at: int | None = None  # the last step, as all ranks know it,
         self.halt = ""  # and why, if no signal asked for it
@@ -84,17 +85,22 @@ class Signals:
         they are there.
         """
         if (self._received is not None or self.halt) and self._stop_at is None:
-            if self._tell is None:
+            if self.tell is None:
                 return True
             self._stop_at = step + max(2, math.ceil(_HEARD_S / max(self._step_s(), 1e-3)))
-            self._tell(self._stop_at, self.halt)
+            self.tell(self._stop_at, self.halt)
         return self._stop_at is not None and step >= self._stop_at
 
     def will_leave(self, step: int) -> bool:
         """Whether the run ends with this step, as far as all ranks know it."""
-        if self._tell is None:
-            return self._received is not None or bool(self.halt)
+        if self.tell is None:
+            return self.is_asked
         return self._stop_at is not None and step >= self._stop_at
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process is to leave as soon as it can."""
+        return self._received is not None or bool(self.halt)
 
     def leave(self) -> int | None:
         """The wish is being granted: nobody needs to be impatient. Returns the signal; None: it is a halt."""

@@ -12,18 +12,22 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from everstep.errors import BadConfig, EverstepError
-from everstep.launch import launched, missing
+from everstep.launch import is_spare, launched, missing
+from everstep.wires import Wires
 
 if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
 
 _PACK_BYTES = 32 << 20  # of a message
+_FORMED: WeakKeyDictionary[Any, Formed] = WeakKeyDictionary()  # the groups that were made here
 _MPI_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE")  # what they set
 
 
@@ -227,12 +231,42 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     """
     import torch.distributed as dist
 
-    os.environ |= missing(os.environ)
     limit = timeout or dist.constants.default_pg_timeout
+    how = Formed(backend, limit, options)
+    if is_spare(os.environ):  # alone, until it is called to the others
+        how.form(dist.HashStore, 0, 1)
+        return
+    os.environ |= missing(os.environ)
     store, rank, world = next(dist.rendezvous("env://", timeout=limit))
     generation = _agree_on_generation(dist.PrefixStore("everstep", store), rank, world, limit)
     prefixed = dist.PrefixStore(f"everstep/{generation}", store)
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=limit, **options)
+    how.form(lambda: prefixed, rank, world)
+
+
+@dataclass(slots=True)
+class Formed:
+    """How a group was made, so that it can be made again among others; and its connections, to interrupt it by."""
+
+    backend: str | None
+    limit: timedelta
+    options: dict[str, Any]
+    wires: Wires = field(default_factory=Wires)
+
+    def form(self, store: Callable[[], Any], rank: int, world: int) -> None:
+        import torch.distributed as dist
+
+        with self.wires.noting():
+            dist.init_process_group(
+                self.backend, store=store(), rank=rank, world_size=world, timeout=self.limit, **self.options
+            )
+        _FORMED[dist.group.WORLD] = self
+
+
+def formed() -> Formed | None:
+    """How the present group was made, if it was by `init_process_group` of Everstep."""
+    import torch.distributed as dist
+
+    return _FORMED.get(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def _agree_on_generation(store: Any, rank: int, world: int, limit: timedelta) -> str:

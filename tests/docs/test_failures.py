@@ -19,7 +19,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_the_exit_codes_are_those_of_the_errors() -> None:
-    rows = re.findall(r"^\| (\d) \| `(\w+)` \| (?:`(\w+)`)? ?\|", TEXT, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (?:`(\w+)`)? ?\|", TEXT, re.MULTILINE)
     kinds = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
     ours = {name: kind for name, kind in kinds.items() if issubclass(kind, errors.EverstepError)}
     assert {name for _, name, _ in rows} == set(ours)

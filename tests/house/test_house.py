@@ -22,7 +22,7 @@ import everstep
 PACKAGE = Path(everstep.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 DECISIONS = "tune"  # beside the road, and asked by anybody on it
-ROAD = ("capture", "store", "protect", "keeper", "recover")  # in the order of travel
+ROAD = ("capture", "store", "protect", "keeper", "recover", "live")  # in the order of travel
 DOORS = ("run", "archive")
 BESIDE = ("cli", "testing", "integrations")
 GROUND = {path.stem for path in FILES if len(path.parts) == 1} - {"__init__", *DOORS, *BESIDE}
@@ -32,6 +32,7 @@ PURE = (
     Path("halt.py"),
     Path("protect/groups.py"),
     Path("protect/stripes.py"),
+    Path("keeper/views.py"),
     *(file for file in FILES if file.parts[0] == DECISIONS),
 )
 

@@ -44,6 +44,10 @@ class Reductions:
         # a compressor remembers the buckets that it reduces by, and puts whatever DDP gives it into those
         self._regroups = subjects.compressor is not None
 
+    def forget(self) -> None:
+        """The models have new reducers, in another group."""
+        self._models = [_Model(model.ddp) for model in self._models]
+
     def settle(self) -> None:
         """At every cut, on all ranks: know the final buckets as soon as there are any."""
         for model in self._models:
@@ -113,7 +117,7 @@ class _Model:
             if had and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)  # the new reducer lets it lie in its bucket
         if buckets is not None:
-            _make_reducer(ddp, [i for bucket in _unpack(buckets) for i in bucket])
+            make_reducer(ddp, [i for bucket in _unpack(buckets) for i in bucket])
             ddp.reducer._push_all_rebuilt_params()
             ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
             now = self._read()
@@ -121,7 +125,7 @@ class _Model:
             if sorted(_unpack(self._buckets)) != sorted(_unpack(buckets)):
                 return "DDP makes other buckets of the same parameters; was bucket_cap_mb changed?"
         elif any(saved["gradients"]):
-            _make_reducer(ddp, list(range(len(self._parameters))))
+            make_reducer(ddp, list(range(len(self._parameters))))
         if buckets is None and saved["has_run"] and _rebuilds(ddp):
             return "the final buckets of DDP were not known when the step was taken"
         return ""
@@ -156,7 +160,7 @@ def _unpack(buckets: bytes) -> list[list[int]]:
     return found
 
 
-def _make_reducer(ddp: Any, order: list[int]) -> None:
+def make_reducer(ddp: Any, order: list[int]) -> None:
     """As DDP does when it is unpickled, with the parameters in this order; hooks come along."""
     parameters, sparse = ddp._build_params_for_reducer()
     parameters, sparse = [parameters[i] for i in order], [sparse[i] for i in order]

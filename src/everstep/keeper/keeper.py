@@ -23,6 +23,7 @@ from everstep.capture.arena import MEMFD, Arena
 from everstep.errors import KeeperLost
 from everstep.events import Degraded, Retired, Sink
 from everstep.keeper import flush
+from everstep.keeper.assembly import Assembly
 from everstep.keeper.base_writer import BaseWriter
 from everstep.keeper.copies import Takers
 from everstep.keeper.deeper import DeeperWork, forget_guests
@@ -37,12 +38,14 @@ from everstep.keeper.protocol import (
     Channel,
     Detach,
     Durable,
+    Enrol,
     Hello,
     Inherit,
     Inherited,
     Join,
     LeaseAnswer,
     Persist,
+    Stand,
     StopAt,
     Trouble,
     Welcome,
@@ -85,6 +88,7 @@ class Keeper:
             self._tier, self._roster, self._logbook, self._replicas, self._halting.overhear, self._announce
         )
         self._directory = directory
+        self._assembly = Assembly(emit)
         self._fleet: Fleet | None = None
         self._ending = threading.Event()
         self._threads = [
@@ -124,6 +128,7 @@ class Keeper:
             for key, _ in self._selector.select(TICK_S):
                 key.data(key.fileobj)
             self._records.let_go_spent_rings()
+            self._assembly.look()
             self._halting.look(leaving_s=max(0.0, self._bases.took_s), alone=self._inline)
         self._ending.set()
         self._records.asked.set()
@@ -147,6 +152,7 @@ class Keeper:
         if heard is None:
             self._selector.unregister(channel.connection)
             channel.close()
+            self._assembly.closed(channel)
             if session is not None:
                 self._lose(session)
             return
@@ -201,8 +207,14 @@ class Keeper:
                 for arena in (a for a in known if a.place == MEMFD):
                     channel.send(Inherited(counts=(len(arena.descriptors),), more=True), arena.descriptors)
                 channel.send(Inherited(counts=()))
+            case Enrol():
+                self._assembly.enrol(channel, message)
+            case Stand():
+                self._assembly.stand(channel, message)
             case AskReplica():
                 channel.send(self._replicas.state or Trouble(reason="there is no replica"))
+            case Bye() if session is None:
+                self._assembly.part(channel, final=message.final)
             case Bye() if session is not None:
                 self._halting.obeyed(session.arena.live().step if session.arena is not None else 0)
                 session.done = message.final

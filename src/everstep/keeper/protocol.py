@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.capture.host import arena_root, open_root
+from everstep.config import Policy
 from everstep.errors import KeeperLost
 from everstep.types import Level
 
@@ -112,6 +113,29 @@ class BaseAt(Message, frozen=True, kw_only=True):
     step: int
 
 
+class Enrol(Message, frozen=True, kw_only=True):
+    """First word of a line that lasts as long as its process: it goes on without those who are lost, or stands by.
+
+    `worker`: a name that no other process has. `rank`: in view `view` of `world` ranks; SPARE: it has none yet.
+    """
+
+    worker: str
+    job: str  # the same for all who were started together; empty: a spare that does not know it yet
+    pid: int
+    view: int
+    rank: int
+    world: int
+    on_loss: tuple[Policy, ...]
+    detect_s: float  # after which one who does not stop is taken for lost
+
+
+class Stand(Message, frozen=True, kw_only=True):
+    """It has stopped, and waits for a view after this one. `address`: where others would meet it."""
+
+    view: int
+    address: str
+
+
 class Inherit(Message, frozen=True, kw_only=True):
     """What did earlier lives leave in memfds?"""
 
@@ -132,6 +156,27 @@ class Bye(Message, frozen=True, kw_only=True):
 class Welcome(Message, frozen=True, kw_only=True):
     leased: tuple[int, ...]
     address: str = ""  # where other nodes find this keeper
+
+
+class Lost(Message, frozen=True, kw_only=True):
+    """View `view` has ended, because these ranks of it are gone: stop, and stand."""
+
+    view: int
+    ranks: tuple[int, ...]
+    reason: str
+
+
+class View(Message, frozen=True, kw_only=True):
+    """Who goes on, as what, and where they meet. No ranks: nobody goes on here."""
+
+    job: str
+    number: int
+    rank: int
+    world: int
+    address: str
+    policy: Policy
+    lost: tuple[int, ...]
+    reason: str
 
 
 class Halt(Message, frozen=True, kw_only=True):
@@ -196,7 +241,7 @@ class Inherited(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Hello | Join | BaseAt | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
-    | Durable | Trouble | Inherited | AskReplica | Replicated | Hold | Held | Halt
+    | Durable | Trouble | Inherited | AskReplica | Replicated | Hold | Held | Halt | Enrol | Stand | Lost | View
 )  # fmt: skip
 
 

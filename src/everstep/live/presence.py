@@ -1,0 +1,137 @@
+"""This process among those who train together: it hears who is lost, comes to a stop, and meets the others again.
+
+A loss is heard in a thread of its own, which sets the training thread free by cutting the connections of the group: a
+collective that would wait for the dead for half an hour ends with an error at once. Whether an error came from that,
+and not from the program, is known because the loss was heard: `is_by_loss`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from everstep import topology
+from everstep.config import Settings
+from everstep.errors import BadConfig, Restart
+from everstep.events import WentOn
+from everstep.keeper.protocol import Lost, View
+from everstep.keeper.views import SPARE
+from everstep.live.line import Line
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import run_name
+from everstep.topology import Formed, Topology
+
+_MEET = timedelta(seconds=30)  # until all who were called must have met
+_LOOK_S = 0.2  # between two looks of a spare for a run that it could join
+_OF_TORCH = ("gloo", "nccl", "connection", "socket", "broken pipe", "store", "process group", "aborted")
+
+
+class Presence:
+    def __init__(self, settings: Settings) -> None:
+        how = topology.formed()
+        if how is None:
+            raise BadConfig("on_loss needs a process group that can be interrupted: everstep.init_process_group()")
+        self._settings, self._how = settings, how
+        self._line: Line | None = None
+        self._changed = threading.Condition()
+        self._server: Any = None  # where those of this view have met, if it was here
+        self._called: View | None = None
+        self.view = 0
+        self.lost: Lost | None = None  # how the present view ended, once it has
+        self._times = [0.0, 0.0, 0.0]  # when the loss was heard, this process stood still, and all had met
+
+    def enrol(self, run: str, job: str, place: Topology) -> None:
+        """`job`: what all ranks of this start have in common."""
+        if self._line is None:
+            self._line = self._open(run)
+            self._line.enrol(job=job, view=self.view, rank=place.rank, world=place.world)
+
+    def enrol_as_spare(self) -> None:
+        """Of the run that is in the directory, as soon as there is one."""
+        while self._line is None:
+            try:
+                self._line = self._open(run_name(DiskTier(self._settings.directory)))
+            except (FileNotFoundError, NotADirectoryError):
+                time.sleep(_LOOK_S)
+        self._line.enrol(job="", view=0, rank=SPARE, world=0)
+
+    def _open(self, run: str) -> Line:
+        settings = self._settings
+        return Line(run, settings.directory, settings.on_loss, settings.detect_s, self._hear)
+
+    def next_view(self) -> View:
+        """The present view has ended, or there was none: come to a stop, and wait for those who go on."""
+        called = self._stand(self._line) if self._line is not None else None
+        if called is None and not self.view:
+            raise SystemExit(0)  # a spare: the run is over, and no place was free
+        if called is None or not called.world:
+            why = called.reason if called is not None else "the keeper is gone"
+            raise Restart(f"ranks are lost, and nobody goes on without them: {why or 'as on_loss says'}")
+        return called
+
+    def _stand(self, line: Line) -> View | None:
+        self._how.wires.cut()
+        if dist.is_initialized():
+            dist.destroy_process_group()  # nothing hangs on it any more
+        dist.distributed_c10d._world.group_count = 0  # groups are named by it, and one that was never formed counts too
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        address = f"127.0.0.1:{server.port}"
+        self._times[1] = time.monotonic()
+        called = line.stand(self.view, address)
+        if called is not None:
+            with self._changed:
+                self.view, self._called = called.number, called
+                if self.lost is not None and self.lost.view < self.view:
+                    self.lost = None
+            self._server = server if called.address == address else None
+        return called
+
+    def meet(self, called: View) -> None:
+        """Form the group of a view."""
+        host, _, port = called.address.rpartition(":")
+
+        def store() -> Any:
+            client = dist.TCPStore(host, int(port), is_master=False, timeout=_MEET)  # which can be cut, unlike a server
+            if self.lost is not None:
+                raise ConnectionError("the view ended before it began")
+            return dist.PrefixStore(f"everstep/view-{called.number}", client)
+
+        with self._changed:
+            self._how = Formed(self._how.backend, self._how.limit, self._how.options)
+        os.environ |= {"RANK": str(called.rank), "WORLD_SIZE": str(called.world)}
+        self._how.form(store, called.rank, called.world)
+        self._times[2] = time.monotonic()
+
+    def is_by_loss(self, error: BaseException) -> bool:
+        """Whether a collective failed because somebody is lost: that is heard of within a moment, or it was not."""
+        text = f"{type(error).__name__} {error}".lower()
+        if not isinstance(error, RuntimeError | ConnectionError) or not any(word in text for word in _OF_TORCH):
+            return False
+        with self._changed:
+            return self._changed.wait_for(lambda: self.lost is not None, self._settings.detect_s)
+
+    def _hear(self, lost: Lost) -> None:
+        with self._changed:
+            if lost.view < self.view:
+                return
+            self.lost, self._times[0] = lost, time.monotonic()
+            self._changed.notify_all()
+            self._how.wires.cut()
+
+    def report(self, place: Topology, *, step: int, left_at: int) -> WentOn:
+        assert self._called is not None
+        heard, stood, met = self._times
+        return WentOn(
+            view=self.view, rank=place.rank, world=place.world, policy=self._called.policy, step=step, left_at=left_at,
+            exact=self._called.policy == "spare", stopped_s=stood - heard, met_s=met - stood,
+            restored_s=time.monotonic() - met,
+        )  # fmt: skip
+
+    def close(self, *, final: bool) -> None:
+        if self._line is not None:
+            self._line.close(final=final)
