@@ -16,6 +16,7 @@ Mode = Literal["host", "device", "direct", "disk"]
 Strategy = Literal["auto", "snapshot", "log", "replica"]
 KeeperKind = Literal["process", "inline"]
 Policy = Literal["spare", "rollback", "restart"]
+Batch = Literal["redistribute", "shrink"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Settings:
     keeper: KeeperKind = "process"
     linger_s: float = 60.0
     on_loss: tuple[Policy, ...] = ()
+    batch: Batch = "redistribute"
     detect_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -69,6 +71,8 @@ class Settings:
         for policy in self.on_loss:
             if policy not in get_args(Policy):
                 raise BadConfig(f"on_loss takes {', '.join(get_args(Policy))}, not {policy!r}")
+        if self.batch not in get_args(Batch):
+            raise BadConfig(f"batch must be one of {', '.join(get_args(Batch))}, not {self.batch!r}")
         if self.on_loss and self.keeper == "inline":
             raise BadConfig("on_loss needs keeper='process': a thread of a lost rank can tell nobody")
         if self.detect_s <= 0:

@@ -28,7 +28,7 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.life import Life
 from everstep.capture.position import Feed
 from everstep.capture.steering import followed
-from everstep.config import Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
+from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
 from everstep.errors import BadConfig, EverstepError, Restart
 from everstep.events import Degraded, EventLog, Finished, Halted, Started, Stopping
 from everstep.keeper.arrival import arrive, check
@@ -39,7 +39,7 @@ from everstep.keeper.scavenge import sign
 from everstep.launch import is_spare
 from everstep.live.loop import LiveStep, live_steps, stand_by
 from everstep.live.presence import Presence
-from everstep.live.regroup import regroup
+from everstep.live.regroup import regroup, weigh
 from everstep.recover.resume import resume
 from everstep.recover.state import State, as_list, stateful_list
 from everstep.recover.survey import Sources
@@ -74,6 +74,7 @@ def guard(
     keeper: KeeperKind = "process",
     linger: str = "60s",
     on_loss: Policy | Sequence[Policy] = (),
+    batch: Batch = "redistribute",
     detect_timeout: str = "10s",
 ) -> Run:
     """Guard a training loop; resumes by itself if the directory has a past.
@@ -87,13 +88,13 @@ def guard(
     (as often as the disk takes them). keep: how many checkpoints stay on disk, or Keep(last=, every=).
     linger: how long the keeper holds memory for a restart after the trainers are gone.
     on_loss: what run.live() does when a rank is lost, the first of these that can be done: "spare" (one that stands by
-    takes its place), "rollback" (the others go on without it), "restart". detect_timeout: after which a rank that hangs
-    is taken for lost.
+    takes its place), "rollback" (the others go on without it), "restart". batch: with fewer ranks, "redistribute" (the
+    global batch stays, and each has more of it) or "shrink". detect_timeout: after which a rank that hangs is lost.
     """
     chosen = settings(
         dir, lose_at_most=lose_at_most, overhead_budget=overhead_budget, strategy=strategy, tiers=tiers, keep=keep,
         mode=mode, strict=strict, epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
-        on_loss=on_loss, detect_s=seconds(detect_timeout, name="detect_timeout"),
+        on_loss=on_loss, batch=batch, detect_s=seconds(detect_timeout, name="detect_timeout"),
     )  # fmt: skip
     state = State(
         models=as_list(model, nn.Module, "model"),
@@ -141,7 +142,8 @@ class Run:
         chosen, state = self.settings, self._state
         self._place = topology.here()
         check(chosen, self._place)
-        self._feed = Feed(self._loader, self._place.rank, self._place.world) if self._loader is not None else None
+        seats = chosen.batch if self._presence is not None else "shrink"
+        self._feed = Feed.of(self._loader, self._place, seats) if self._loader is not None else None
         self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
         self._claim = claim.take(self._places, self._place, self._emit)
         self._life.callback(self._claim.give_back)
@@ -188,6 +190,7 @@ class Run:
         self._protect_anew()
         if self._presence is not None:
             self._presence.enrol(self._run, self._generation, self._place)
+            weigh(self._state.subjects, self._feed)
 
     def _sources(self) -> Sources:
         return Sources(self._places, self._run, is_common=self._claim.disk_is_common)

@@ -49,11 +49,11 @@ def nothing(here: Here) -> None:
 
 
 def train(
-    name: int, directory: Path, act: Act, *, steps: int = STEPS, batch: int = 4, **options: Any
+    name: int, directory: Path, act: Act, *, steps: int = STEPS, dropout: float = 0.1, **options: Any
 ) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # so that dropout differs from rank to rank, and must be restored
-    model = nn.parallel.DistributedDataParallel(_model())
+    model = nn.parallel.DistributedDataParallel(_model(dropout))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(480, 8, generator=generator), torch.arange(480))
@@ -83,15 +83,18 @@ def train(
         "world": int(os.environ["WORLD_SIZE"]),
         "seen": seen,
         "tries": here.tries,
+        "weight": sum(float(p.double().abs().sum()) for p in model.parameters()),
         "state": digest(model.module.state_dict(), optimizer.state_dict()),
         "own": digest(losses, torch.get_rng_state()),
     }
 
 
-def _model() -> nn.Module:
+def _model(dropout: float) -> nn.Module:
     torch_state = torch.get_rng_state()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.Dropout(dropout), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)
+    )
     torch.set_rng_state(torch_state)
     return model
 

@@ -127,6 +127,7 @@ class Subjects:
     scaler: Any = None
     compressor: Compressor | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict)  # from extra=
+    share: float | None = None  # of this rank in averages over all, where ranks have unequal parts of a batch
 
     def _named_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
         count = len(self.optimizers)

@@ -9,6 +9,9 @@ state with which the pass began, and the loader's own state where it keeps one. 
   before any sample is read. With a DistributedSampler the cut is made in the global order, so that another number of
   ranks continues where this one stopped.
 - `opaque`: any other iterable: the first batches are read and thrown away.
+
+Seats: what a rank reads is the data of a seat, and at first there is one for each rank. Where ranks are lost and the
+global batch is to stay, seats stay too: whoever is left has several, and its batch is theirs, one after the other.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from everstep.capture.extras import random_state, set_random_state
+from everstep.config import Batch
 from everstep.errors import Mismatch
+from everstep.topology import Topology
 
 
 def _kind(loader: Any) -> str:
@@ -107,11 +112,13 @@ class _Rest:
 class Feed:
     """Passes over a loader, again and again, and always knows where it stands."""
 
-    def __init__(self, loader: Any, rank: int, world: int) -> None:
+    def __init__(self, loader: Any, rank: int, world: int, *, keeps_seats: bool = False) -> None:
+        """`keeps_seats`: with fewer ranks than before, the seats of all of them are divided among the ranks."""
         from torch.utils.data import DataLoader, DistributedSampler
 
         self.loader, self.kind = loader, _kind(loader)
         self.rank, self.world = rank, world
+        self._keeps_seats, self._seats = keeps_seats, world
         self.epoch = 0
         self._batches = 0  # taken in this pass
         self._samples = 0  # taken in this pass by all ranks
@@ -123,11 +130,15 @@ class Feed:
         if sampler is not None and loader.batch_sampler is not None:
             self._batch_samples = getattr(loader.batch_sampler, "batch_size", 1)
 
+    @classmethod
+    def of(cls, loader: Any, place: Topology, batch: Batch) -> Feed:
+        return cls(loader, place.rank, place.world, keeps_seats=batch == "redistribute")
+
     def position(self) -> dict[str, Any]:
         keeps_place = self.kind == "stateful" and self._iterator is not None
         return {
             "kind": self.kind,
-            "world": self.world,
+            "world": self._seats,
             "epoch": self.epoch,
             "batches": self._batches,
             "samples": self._samples if self._distributed is not None else None,
@@ -136,9 +147,24 @@ class Feed:
             "generators": self._generator_states() if keeps_place else None,
         }
 
+    @property
+    def share(self) -> float:
+        """How much of the global batch this rank has."""
+        return len(self._mine) / self._seats
+
+    @property
+    def is_even(self) -> bool:
+        return self._seats % self.world == 0
+
+    @property
+    def _mine(self) -> list[int]:
+        return list(range(self.rank, self._seats, self.world))
+
     def restore(self, position: dict[str, Any]) -> None:
         """Stand where `position` says; the next batch is the one after it."""
         self.epoch = position["epoch"]
+        if self._keeps_seats and self._distributed is not None:
+            self._seats = max(self.world, position["world"])
         if position["began"] is None:
             return
         self._batches, self._began = position["batches"], position["began"]
@@ -151,13 +177,13 @@ class Feed:
 
     def _resumed(self, position: dict[str, Any]) -> Iterator[Any]:
         same_world = position["world"] == self.world
-        if position["loader"] is not None and same_world:
+        if position["loader"] is not None and same_world and self._seats == self.world:
             if self.kind != "stateful":
                 raise Mismatch("the saved loader had a state_dict and this one has none; give the same kind of loader")
             return self._stateful(position["loader"], position["generators"])
         if self._distributed is not None and position["samples"] is not None:
             self.kind = "sampled"  # for the rest of this pass its own count would start in the middle
-            return self._iterate_over(_Rest(self._distributed, self._samples))
+            return self._over_seats(self._samples)
         if not same_world:
             raise Mismatch(
                 f"the data position was saved by {position['world']} ranks and this job has {self.world}; only a "
@@ -183,10 +209,10 @@ class Feed:
         if self._iterator is None:
             self._set_epoch()
             self._began = self._beginning()
-            self._iterator = iter(self.loader)
+            self._iterator = iter(self.loader) if self._seats == self.world else self._over_seats(0)
         batch = next(self._iterator)
         self._batches += 1
-        self._samples += self._batch_samples * self.world
+        self._samples += self._batch_samples * self._seats
         return batch
 
     def end_pass(self) -> None:
@@ -236,22 +262,66 @@ class Feed:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
+    def _over_seats(self, taken: int) -> Iterator[Any]:
+        """What is left of a pass after so many global samples, of all seats of this rank."""
+        iterators = []
+        for seat in self._mine:
+            sampler = copy.copy(self._distributed)
+            divide(sampler, self._seats, seat)
+            iterators.append(self._iterate_over(_Rest(sampler, taken), alone=len(self._mine) == 1))
+        return iterators[0] if len(iterators) == 1 else map(_joined, zip(*iterators, strict=True))
+
     def _index_sampler(self) -> Any:
         return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
 
-    def _iterate_over(self, samples: _Rest | _From) -> Iterator[Any]:
-        """iter(loader) with its sampler replaced for the moment in which the iterator takes hold of it."""
-        name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-        original = getattr(self.loader, name)
+    def _iterate_over(self, samples: _Rest | _From, *, alone: bool = True) -> Iterator[Any]:
+        """iter(loader) with its sampler replaced for the moment in which the iterator takes hold of it.
+
+        `alone`: no other iterator of this loader is in use; persistent workers serve one at a time.
+        """
+        loader = self.loader if alone else copy.copy(self.loader)
+        if not alone:
+            loader._iterator = None
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        original = getattr(loader, name)
         replacement: Any = samples
         if name == "batch_sampler" and isinstance(samples, _Rest):
             replacement = copy.copy(original)
             replacement.sampler = samples
-        object.__setattr__(self.loader, name, replacement)
+        object.__setattr__(loader, name, replacement)
         try:
-            iterator = iter(self.loader)
+            iterator = iter(loader)
         finally:
-            object.__setattr__(self.loader, name, original)
+            object.__setattr__(loader, name, original)
         if isinstance(samples, _From):
             samples.drop()
         return cast(Iterator[Any], iterator)
+
+
+def divide(sampler: Any, ranks: int, rank: int) -> None:
+    """Let a DistributedSampler be that of another rank, or of another number of them."""
+    from torch.utils.data import DistributedSampler
+
+    fresh: DistributedSampler[Any] = DistributedSampler(
+        sampler.dataset, ranks, rank, sampler.shuffle, sampler.seed, sampler.drop_last
+    )
+    for name in ("num_replicas", "rank", "num_samples", "total_size"):
+        setattr(sampler, name, getattr(fresh, name))
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """Batches of several seats as one: tensors along their first dimension, whatever they lie in."""
+    import torch
+
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(tuple(batches))
+    if isinstance(first, dict):
+        return {key: _joined([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(_joined, zip(*batches, strict=True)))
+    if isinstance(first, list | tuple) and first and isinstance(first[0], torch.Tensor | dict | list | tuple):
+        return type(first)(map(_joined, zip(*batches, strict=True)))
+    if isinstance(first, list | tuple):
+        return type(first)(item for batch in batches for item in batch)
+    raise Mismatch(f"batches with a {type(first).__name__} in them cannot be joined; use batch='shrink'")

@@ -31,7 +31,7 @@ class Tap:
     """The communication hooks of a run's DDP models."""
 
     def __init__(self, subjects: Subjects, copier: Copier, emit: Sink) -> None:
-        self._copier, self._emit = copier, emit
+        self._subjects, self._copier, self._emit = subjects, copier, emit
         self._moved = False  # gradients are taken in front of step() instead
         self._form: Form | None = None
         self._slot = -1
@@ -56,7 +56,8 @@ class Tap:
             is_known = flat.layout is torch.strided and (bucket.index() > 0 or was_last)
             was_last = bucket.is_last()
             if flat.layout is torch.strided:
-                flat.mul_(1.0 / group.size())  # as DDP itself does; a division would round otherwise
+                # as DDP itself does; a division would round otherwise
+                flat.mul_(1.0 / group.size() if self._subjects.share is None else self._subjects.share)
             else:
                 flat.div_(group.size())
             reduced = dist.all_reduce(flat, group=group, async_op=True).get_future()

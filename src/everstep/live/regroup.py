@@ -6,16 +6,22 @@ unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from everstep.capture.reductions import make_reducer
+from everstep.capture.layout import Subjects
+from everstep.capture.position import Feed, divide
+from everstep.capture.reductions import has_hook, make_reducer
+from everstep.errors import Restart
 
-_OURS = ("everstep.capture.tap", "everstep.capture.compressor")  # who makes hooks that the next life makes anew
+# who makes hooks that the next life makes anew
+_TAP = "everstep.capture.tap"
+_OURS = (_TAP, "everstep.capture.compressor", "everstep.live.regroup")
 
 
 def regroup(models: Iterable[nn.Module], loader: Any) -> None:
@@ -29,7 +35,7 @@ def regroup(models: Iterable[nn.Module], loader: Any) -> None:
     for holder in (loader, getattr(loader, "batch_sampler", None)):
         sampler = getattr(holder, "sampler", None)
         if isinstance(sampler, DistributedSampler):
-            _divide_anew(sampler)
+            divide(sampler, dist.get_world_size(), dist.get_rank())
 
 
 def _regroup(ddp: Any, group: Any) -> None:
@@ -41,9 +47,27 @@ def _regroup(ddp: Any, group: Any) -> None:
     ddp._has_rebuilt_buckets = False
 
 
-def _divide_anew(sampler: DistributedSampler[Any]) -> None:
-    fresh: DistributedSampler[Any] = DistributedSampler(
-        sampler.dataset, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
-    )
-    for name in ("num_replicas", "rank", "num_samples", "total_size"):
-        setattr(sampler, name, getattr(fresh, name))
+def weigh(subjects: Subjects, feed: Feed | None) -> None:
+    """Let gradients be averaged by how much of the global batch each rank has, where ranks have unequal parts."""
+    subjects.share = None
+    for module in (module for model in subjects.models for module in model.modules()):
+        if not isinstance(module, nn.parallel.DistributedDataParallel) or feed is None:
+            continue
+        if feed.is_even:
+            continue
+        subjects.share = feed.share
+        if any(hook.__module__ == _TAP for hook, _ in module._comm_hooks):
+            continue  # it asks for the share itself
+        if has_hook(module):
+            raise Restart("batches cannot be divided unequally under a communication hook; use batch='shrink'")
+        module.register_comm_hook(module.process_group, _weighing(feed.share))
+
+
+def _weighing(share: float) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    def hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        reduced = dist.all_reduce(bucket.buffer().mul_(share), group=group, async_op=True).get_future()
+        answer: torch.futures.Future[torch.Tensor] = reduced.then(lambda done: done.value()[0])
+        return answer
+
+    hook.__annotations__ = {"bucket": dist.GradBucket}  # DDP compares it, and not as a string
+    return hook
