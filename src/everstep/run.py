@@ -319,7 +319,7 @@ class Run:
         self._emit(presence.report(self._place, step=self.step, left_at=self._left_at))
 
     def _close_keeping(self) -> None:
-        for arena in self._keeping.close():
+        for arena in (*self._keeping.close(), *self._capture.held()):
             arena.close()
 
     # -- asking

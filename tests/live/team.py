@@ -83,7 +83,7 @@ def train(
         "world": int(os.environ["WORLD_SIZE"]),
         "seen": seen,
         "tries": here.tries,
-        "weight": sum(float(p.double().abs().sum()) for p in model.parameters()),
+        "weight": sum(float(p.detach().double().abs().sum()) for p in model.parameters()),
         "state": digest(model.module.state_dict(), optimizer.state_dict()),
         "own": digest(losses, torch.get_rng_state()),
     }

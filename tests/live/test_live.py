@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from itertools import chain
@@ -188,6 +189,18 @@ def test_a_spare_lost_while_it_joins_is_followed_by_another(
     assert own(found) == own(undisturbed)
 
 
+def test_a_rank_that_comes_back_after_it_was_taken_for_lost_does_not_train_on(directory: Path) -> None:
+    """It lost its line for a while, and the others went on: it finds that out from the keeper, and ends."""
+
+    def act(here: Here) -> None:
+        if here.name == 1 and here.tries == 4:
+            here.run._presence._line._channel.close()
+
+    found = Team(directory, 3, on_loss="rollback").start(act).wait()
+    assert "taken for lost" in found[1].error and found[1].code == 75
+    assert [found[name].result["world"] for name in (0, 2)] == [2, 2]
+
+
 def test_an_error_of_the_program_leaves_the_loop_as_ever(directory: Path) -> None:
     def act(here: Here) -> None:
         if here.tries == 3:
@@ -253,3 +266,27 @@ def test_a_spare_that_comes_later_takes_the_place_that_was_left(directory: Path)
     found = survivors(team.wait())
     assert {one["world"] for one in found} == {3}
     assert len({one["state"] for one in found}) == 1
+
+
+@pytest.mark.parametrize("losses", [8, pytest.param(50, marks=pytest.mark.soak)])
+def test_losses_leave_no_thread_descriptor_or_memory_behind(directory: Path, losses: int) -> None:
+    """Whoever is not the first dies in its third step, again and again."""
+    seen: list[tuple[int, int, int]] = []
+
+    def act(here: Here) -> None:
+        if here.name == 0:
+            status = Path("/proc/self/status").read_text()
+            threads, resident = (int(re.findall(rf"{word}:\s+(\d+)", status)[0]) for word in ("Threads", "VmRSS"))
+            seen.append((len(os.listdir("/proc/self/fd")), threads, resident))
+            Path(directory.parent, "seen").write_text(repr(seen))
+        elif here.tries == 3 and len(list(directory.parent.glob("dead-*"))) < losses:
+            Path(directory.parent, f"dead-{here.name}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    team = Team(directory, 2, spares=losses, on_loss=["spare"], steps=4 * losses).start(act)
+    found = team.wait(30 + 6 * losses)
+    assert sum(one.killed for one in found.values()) == losses
+    counted = eval(Path(directory.parent, "seen").read_text())
+    early, late = counted[len(counted) // 2], counted[-1]
+    assert late[0] <= early[0] + 2 and late[1] <= early[1] + 1, (early, late)
+    assert late[2] - early[2] < 20_000, (early, late)  # kB

@@ -186,6 +186,10 @@ class Capture:
     def arena(self) -> Arena | None:
         return self._arena
 
+    def held(self) -> list[Arena]:
+        """All that this process holds of them."""
+        return [*self._left, *([self._arena] if self._arena is not None else [])]
+
     def close(self) -> None:
         self._copier.wait()
         for handle in self._handles:

@@ -41,6 +41,7 @@ class Presence:
         self._changed = threading.Condition()
         self._server: Any = None  # where those of this view have met, if it was here
         self._called: View | None = None
+        self._rank = SPARE
         self.view = 0
         self.lost: Lost | None = None  # how the present view ended, once it has
         self._times = [0.0, 0.0, 0.0]  # when the loss was heard, this process stood still, and all had met
@@ -49,6 +50,7 @@ class Presence:
         """`job`: what all ranks of this start have in common."""
         if self._line is None:
             self._line = self._open(run)
+            self._rank = place.rank
             self._line.enrol(job=job, view=self.view, rank=place.rank, world=place.world)
 
     def enrol_as_spare(self) -> None:
@@ -66,6 +68,8 @@ class Presence:
 
     def next_view(self) -> View:
         """The present view has ended, or there was none: come to a stop, and wait for those who go on."""
+        if self._is_fenced:
+            raise Restart("this process was taken for lost, and the others went on without it")
         called = self._stand(self._line) if self._line is not None else None
         if called is None and not self.view:
             raise SystemExit(0)  # a spare: the run is over, and no place was free
@@ -73,6 +77,11 @@ class Presence:
             why = called.reason if called is not None else "the keeper is gone"
             raise Restart(f"ranks are lost, and nobody goes on without them: {why or 'as on_loss says'}")
         return called
+
+    @property
+    def _is_fenced(self) -> bool:
+        """Whether it is this very process that is said to be lost: it must not train on beside the others."""
+        return self.lost is not None and self.lost.view == self.view and self._rank in self.lost.ranks
 
     def _stand(self, line: Line) -> View | None:
         self._how.wires.cut()
@@ -85,7 +94,7 @@ class Presence:
         called = line.stand(self.view, address)
         if called is not None:
             with self._changed:
-                self.view, self._called = called.number, called
+                self.view, self._rank, self._called = called.number, called.rank, called
                 if self.lost is not None and self.lost.view < self.view:
                     self.lost = None
             self._server = server if called.address == address else None
