@@ -18,7 +18,7 @@ from torch import nn
 
 import everstep
 from everstep.capture import gradients
-from everstep.events import Replayed, read_events
+from everstep.events import Degraded, Replayed, read_events
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import digest, forget_memory, live, must_finish, run_directory
@@ -216,3 +216,48 @@ def test_by_its_log_it_ends_with_the_same_bits(feature: Loop, reboot: bool, monk
     assert resumed["resumed_from"] is not None
     assert reboot or resumed["resumed_from"] >= 4
     assert replayed or reboot
+
+
+def test_a_replica_of_a_device_is_close_and_says_that_it_is_no_more() -> None:
+    """It is advanced by the host's arithmetic; the run goes on from the newest step, and nobody is deceived."""
+
+    def followed(directory: Path, die_at: int) -> dict[str, Any]:
+        STRATEGY.set("replica")
+        model = network()
+        found = loop(directory, die_at, model, [torch.optim.AdamW(model.parameters(), lr=1e-3)])
+        return found | {"weights": [float(p.detach().double().norm()) for p in model.parameters()]}
+
+    with run_directory() as one, run_directory() as two:
+        whole = must_finish(lambda: followed(one, -1))
+        assert live(lambda: followed(two, 6), timeout=120).killed
+        time.sleep(2.0)  # it is at the newest record before long
+        resumed = must_finish(lambda: followed(two, -1))
+        said = [event.what for event in read_events(two) if isinstance(event, Degraded)]
+    assert resumed["resumed_from"] >= 5
+    assert resumed["weights"] == pytest.approx(whole["weights"], rel=1e-3)
+    exact = resumed["digest"] == whole["digest"]
+    assert exact or any("replica" in what and "not bit for bit" in what for what in said)
+
+
+def test_two_ranks_of_one_device_over_gloo_end_with_the_same_bits() -> None:
+    def life(directory: Path, die_at: int) -> dict[str, Any]:
+        """Rank 0, which forks rank 1; both on one device, as DDP over gloo does it."""
+        port = free_port()
+        other = os.fork()
+        rank = 0 if other else 1
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        everstep.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(network())
+        found = loop(directory, die_at, model, [torch.optim.AdamW(model.parameters(), lr=1e-2)])
+        if rank == 1:
+            os._exit(0)
+        return found
+
+    for strategy in ("snapshot", "log"):
+        STRATEGY.set(strategy)
+        with run_directory() as one, run_directory() as two:
+            whole = must_finish(lambda directory=one: life(directory, -1))
+            assert live(lambda directory=two: life(directory, 5), timeout=120).killed
+            resumed = must_finish(lambda directory=two: life(directory, -1))
+        assert resumed["resumed_from"] is not None
+        assert resumed["digest"] == whole["digest"]
