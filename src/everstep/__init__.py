@@ -20,7 +20,7 @@ keeper/         out of the trainer's way                protocol session roster 
 keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer
 keeper/         who goes on after a loss                views assembly
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
-keeper/         beyond this node, a lane each           lane deeper partners parity_work copies
+keeper/         beyond this node, a lane each           lane transit deeper partners parity_work copies
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client arrival keeping

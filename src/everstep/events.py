@@ -136,6 +136,16 @@ class Sank(Event, frozen=True, kw_only=True):
     tier: str
 
 
+class FlushCancelled(Event, frozen=True, kw_only=True):
+    """A base stopped on its way to a deeper tier. Parts of it that are whole stay until a newer one is committed."""
+
+    step: int
+    tier: str
+    bytes: int  # so far,
+    of_bytes: int  # of so many of this node's
+    reason: str
+
+
 class Joined(Event, frozen=True, kw_only=True):
     """This node among the others: who protects it, and what of the wish could not be had."""
 
@@ -263,6 +273,7 @@ AnyEvent = (
     | Persisted
     | Protected
     | Sank
+    | FlushCancelled
     | Joined
     | Degraded
     | KeeperStarted

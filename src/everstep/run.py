@@ -344,6 +344,16 @@ class Run:
         if wanted is Level.PROTECTED and (tiers.protection is None or not self._place.has_many_nodes):
             raise BadConfig("nothing is ever 'protected' without several nodes and tiers=[Partner()] or [Parity(...)]")
 
+    def cancel(self, level: str = "shared") -> None:
+        """Stop what is on its way to deeper tiers, on all nodes, at its next chunk; a newer step goes when it is due.
+
+        An event says so. Who waits for that level meanwhile has the newest step brought there at once.
+        """
+        if Level.named(level) is not Level.SHARED:
+            raise BadConfig(f"only what is on its way to 'shared' can be cancelled, not {level!r}")
+        self._check_level(Level.SHARED)
+        self._keeper.cancel()
+
     def should_exit(self) -> bool:
         """Whether the step that is under way, or has just been made, is the last: the same on all ranks at a step.
 
@@ -361,7 +371,7 @@ class Run:
             "step": self.step,
             "epoch": self.epoch,
             "resumed_from": self.resumed_from,
-            "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
+            **self._keeper.levels(),
             **self._keeping.status(),
             "replica": self._keeper.replica_status(self.step),
             "trouble": self._keeper.trouble,
@@ -434,6 +444,7 @@ class Run:
             print(f"everstep: halted {self._signals.halt}: step {self.step} is kept", file=sys.stderr, flush=True)
             raise SystemExit(0)
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
+        self._keeper.cancel()  # older steps make way for this one, which the keeper brings deeper when we are gone
         self._capture.wait_sealed()
         try:
             self._keeper.wait_durable(self.step, None)

@@ -20,6 +20,7 @@ from everstep.keeper.protocol import Hello
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.session import SOON_S, Session, lease_all, longer
+from everstep.keeper.transit import CalledOff
 
 _REST_S = 1.0
 _TRIES = 3  # of one step; then the others are told not to wait for it
@@ -58,7 +59,7 @@ class Work(Protocol):
     stays: bool
 
     def do(self, base: HeldBase) -> None:
-        """Bring a base there; may be tried again after it raised."""
+        """Bring a base there; may be tried again after it raised. CalledOff: nobody wants it any more."""
 
     def reach(self, base: int) -> int:
         """The newest step that records there lead to from a base that all have brought."""
@@ -78,6 +79,7 @@ class LaneWorker:
         self._done, self._missed, self._seconds = NONE, NONE, 0.0
         self.complete = NONE  # the newest step that all nodes have brought, as far as this one has seen to it
         self._failures, self._retry_at = 0, 0.0
+        self._cancels = 0
 
     @property
     def name(self) -> str:
@@ -85,7 +87,11 @@ class LaneWorker:
 
     def status(self) -> Lane:
         reach = self._work.reach(self.complete)
-        return Lane(done=self._done, missed=self._missed, reach=reach, seconds=self._seconds)
+        return Lane(done=self._done, missed=self._missed, reach=reach, seconds=self._seconds, cancels=self._cancels)
+
+    def cancel(self) -> None:
+        """What all are bringing is not wanted any more: with the next report all hear of it."""
+        self._cancels += 1
 
     def held(self, step: int) -> HeldBase | None:
         """The base of a step, if it is held for others to read."""
@@ -127,6 +133,9 @@ class LaneWorker:
         began = time.monotonic()
         try:
             self._work.do(base)
+        except CalledOff:
+            self._let_go()
+            return
         except Exception as error:  # whatever it is: it is tried again, and nobody is left in the dark
             self._let_go()
             self._failures += 1
