@@ -27,7 +27,7 @@ keeper/         and its end in the trainer              client arrival keeping
 # the road home: a byte returns
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
-recover/        for people and tools who read          others reach audit salvage records rebuild retrieve
+recover/        for people and tools who read          others reach times audit salvage records rebuild retrieve
 live/           without leaving the loop                line presence regroup loop
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run

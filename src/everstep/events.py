@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.types import Source
+
 _REMEMBERED = 1000
 
 
@@ -127,6 +129,24 @@ class Protected(Event, frozen=True, kw_only=True):
     """All nodes have copied or encoded a base: the nodes that the scheme covers may be lost."""
 
     step: int
+
+
+class Brought(Event, frozen=True, kw_only=True):
+    """This node's part of a base is beyond it, and what that took."""
+
+    step: int
+    tier: Source
+    bytes: int  # that were moved for it
+    seconds: float
+
+
+class Fetched(Event, frozen=True, kw_only=True):
+    """What a rank read, checked and passed on of a base at recovery, and what that took."""
+
+    rank: int
+    source: Source
+    bytes: int
+    seconds: float
 
 
 class Sank(Event, frozen=True, kw_only=True):
@@ -272,6 +292,8 @@ AnyEvent = (
     | Skipped
     | Persisted
     | Protected
+    | Brought
+    | Fetched
     | Sank
     | FlushCancelled
     | Joined

@@ -23,8 +23,8 @@ from everstep.store.manifest import (
 )
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
-from everstep.tiers import Deeper, Shared, rate_of, tier_name
-from everstep.types import ParityRecord, Part
+from everstep.tiers import Deeper, Shared, rate_of
+from everstep.types import ParityRecord, Part, Source
 
 
 def forget_guests(guests: MemoryTier, hello: Hello) -> None:
@@ -71,7 +71,9 @@ class DeeperWork:
         retires: bool,
     ) -> None:  # fmt: skip
         """`objection`: why a step is not wanted there any more. `retires`: this node lets go what nobody needs."""
-        self.name, self._chosen, self._tier, self._hello = tier_name(chosen), chosen, tier, hello
+        self.tier: Source = "shared" if isinstance(chosen, Shared) else "objects"
+        self.name: str = self.tier
+        self._chosen, self._tier, self._hello = chosen, tier, hello
         self._emit, self._objection, self._retires = emit, objection, retires
         self._has_begun = False
         self._transit: Transit | None = None
@@ -81,12 +83,12 @@ class DeeperWork:
         transit = self._transit
         return transit.state() if transit is not None else None
 
-    def do(self, base: HeldBase) -> None:
+    def do(self, base: HeldBase) -> int:
         size = sum(seal.length for _, _, seal in base.images())
         transit = Transit(self.name, base.step, size, rate_of(self._chosen), partial(self._objection, self.name))
         self._transit = transit
         try:
-            self._bring(base, transit)
+            return self._bring(base, transit)
         except CalledOff as error:
             done = transit.state()
             self._emit(
@@ -98,7 +100,8 @@ class DeeperWork:
         finally:
             self._transit = None
 
-    def _bring(self, base: HeldBase, transit: Transit) -> None:
+    def _bring(self, base: HeldBase, transit: Transit) -> int:
+        size = 0
         if self._retires and not self._has_begun:
             for step in flush.disown(self._tier, self._hello.resumed_from, self._hello.run, self._hello.generation):
                 self._emit(Retired(step=step, reason="it was passed over when the run went on from an earlier one"))
@@ -108,9 +111,12 @@ class DeeperWork:
                 transit.count(seal.length)
                 continue  # brought before something failed
             torch = self._hello.torch
-            if flush.persist_part(self._tier, arena, slot, torch_version=torch, passing=transit.passing) is None:
+            part = flush.persist_part(self._tier, arena, slot, torch_version=torch, passing=transit.passing)
+            if part is None:
                 raise Damaged("it was overwritten while it was read", tier="memory", step=base.step, rank=arena.rank)
+            size += part.bytes
         self._commit(base.step)
+        return size
 
     def _has(self, step: int, rank: int, generation: str, size: int) -> bool:
         try:

@@ -51,7 +51,7 @@ from everstep.protect.groups import NodePlace, parity_groups, partners
 from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
 from everstep.tiers import Parity, Partner, Tiers, rate_of, tier_name
-from everstep.types import Holding, Level, Records, Survives
+from everstep.types import Holding, Level, Records, Source, Survives
 
 _TELL_S = 0.1  # since orders come as answers, even what is not new is told again
 _TELLS_PER_S = 500  # that the first node hears at most; many nodes tell more rarely
@@ -222,9 +222,7 @@ class Fleet:
         order = self.order(lane)
         if self._ending.is_set():
             return "the keeper ends, or a new life of the run begins"
-        if order.step <= order.complete:
-            return "it was called off"
-        return f"step {order.step} is brought there instead" if order.step > step else ""
+        return "" if order.complete < order.step <= step else "it was called off"
 
     def flushes(self) -> tuple[Flush, ...]:
         """What is on its way from here to deeper tiers."""
@@ -410,10 +408,11 @@ class _Unprotected:
     """The lane of a node that no group has room for: it does nothing, and the others do not wait for it."""
 
     name = "protect"
+    tier: Source = "memory"
     stays = False
 
-    def do(self, base: HeldBase) -> None:
-        pass
+    def do(self, base: HeldBase) -> int:
+        return 0
 
     def reach(self, base: int) -> int:
         return base
