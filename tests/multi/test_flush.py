@@ -9,15 +9,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from cluster import Cluster, results
+from doom import keeper_with
+from typer.testing import CliRunner
 
 import everstep
 from everstep import Objects, Parity, Partner, Shared
+from everstep.cli import app
 from everstep.errors import BadConfig
-from everstep.events import Brought, FlushCancelled, KeeperStarted, Sank, Stopping, read_events
+from everstep.events import Brought, Degraded, FlushCancelled, KeeperStarted, Sank, Stopping, read_events
 from everstep.image import CHUNK_BYTES
+from everstep.keeper import fleet, rounds
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, step_folders
 
@@ -115,6 +120,54 @@ def test_status_says_how_far_every_level_is_and_how_many_bytes_are_on_their_way(
             assert (past["protected_step"], past["shared_step"], past["flushes"]) == (3, 3, ())
 
     results(nodes.live(at_step, steps=4))
+
+
+def test_a_node_that_is_not_heard_of_is_named_in_status_and_by_an_event(cluster: Any) -> None:
+    nodes = cluster(1, 1, tiers=[Partner()])
+    lost = nodes.nodes[1]
+
+    def impatient() -> None:
+        rounds.SILENT_S = fleet._STUCK_S = 1.0
+
+    def at_step(run: everstep.Run, rank: int) -> None:
+        if run.step == 3:
+            run.wait("protected")
+            dist.barrier()
+            if rank == 1:
+                os.kill(nodes.keeper(lost), signal.SIGSTOP)
+            else:
+                wait_until(lambda: run.status()["silent_nodes"] == [lost])
+                wait_until(lambda: any(e.reason == f"{lost}: not heard of" for e in told(nodes, Degraded)))
+            dist.barrier()
+            if rank == 1:
+                os.kill(nodes.keeper(lost), signal.SIGCONT)
+            wait_until(lambda: run.status()["silent_nodes"] == [])
+
+    results(nodes.live(at_step, prepare=keeper_with(impatient, *nodes.nodes)))
+
+
+@pytest.mark.parametrize("scheme", [Partner(), Parity("xor")], ids=["partner", "xor"])
+def test_a_plan_for_a_lost_node_has_times_where_they_were_measured(scheme: Any, cluster: Any) -> None:
+    nodes, said = cluster(1, 1, tiers=[scheme]), []
+
+    def at_step(run: everstep.Run, rank: int) -> None:
+        if run.step == 5:
+            run.wait("protected")
+            if rank == 0:
+                here = str(nodes.directory(nodes.nodes[0]))
+                for words in (["--json"], []):
+                    said.append(CliRunner().invoke(app, ["plan", here, "--lost", nodes.nodes[1], *words]).output)
+                (nodes.root / "said").write_bytes(msgspec.json.encode(said))
+            dist.barrier()
+
+    results(nodes.live(at_step))
+    in_json, in_words = msgspec.json.decode((nodes.root / "said").read_bytes())
+    plan, source = msgspec.json.decode(in_json), "partner" if isinstance(scheme, Partner) else "parity"
+    assert [part["source"] for part in plan["parts"]] == ["memory", source]
+    memory, lost = plan["times"]["parts"]
+    assert memory is None and lost > 0.0 and plan["times"]["total"] is None
+    assert plan["times"]["rates"][source]["measured"] == "written" and plan["times"]["unmeasured"] == ["memory"]
+    assert "memory was not measured yet" in in_words.replace("\n", " ") and "not measured" in in_words
 
 
 # -- called off
