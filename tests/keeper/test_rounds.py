@@ -24,13 +24,18 @@ class Node:
     done: int = NONE
     missed: int = NONE
     wanted: int = NONE
+    cancels: int = 0
     order: Order = field(default_factory=Order)
     parts: set[int] = field(default_factory=set)  # all that it ever did
 
     def report(self) -> Report:
         return Report(
             node=self.name, generation=LIFE, newest=self.newest, wanted={LANE: self.wanted},
-            lanes={LANE: Lane(done=self.done, missed=self.missed, reach=self.done, seconds=0.1)},
+            lanes={
+                LANE: Lane(
+                    done=self.done, missed=self.missed, reach=self.done, seconds=0.1, cancels=self.cancels
+                )
+            },
         )  # fmt: skip
 
     def hear(self, orders: Orders) -> None:
@@ -50,6 +55,7 @@ class Node:
     def restart(self) -> None:
         """Its keeper was killed: another knows nothing of what was done, but what was done is there."""
         self.done = self.missed = NONE
+        self.cancels = 0
         self.order = Order()
 
 
@@ -96,6 +102,8 @@ class Game:
                 node.miss()
             case "want":
                 node.wanted = max(node.wanted, node.newest)
+            case "cancel":
+                node.cancels += 1
             case "send":
                 self.sent.append(node.report())
             case "meet":
@@ -129,8 +137,8 @@ class Game:
 
 
 MOVES = [
-    *["train", "meet", "work"] * 4, "miss", "want", "send", "arrive", "arrive again", "lose", "answer", "restart",
-    "restart the first",
+    *["train", "meet", "work"] * 4, "miss", "want", "cancel", "send", "arrive", "arrive again", "lose", "answer",
+    "restart", "restart the first",
 ]  # fmt: skip
 moves = st.integers(0, 1 << 30).map(
     lambda seed: [(dice.choice(MOVES), dice.randrange(50)) for dice in [Random(seed)] for _ in range(150)]
