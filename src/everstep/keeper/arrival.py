@@ -15,6 +15,7 @@ from everstep.keeper.protocol import Hello, Member
 from everstep.launch import end_time
 from everstep.store.claim import Claim
 from everstep.topology import Topology
+from everstep.types import Level
 
 
 def check(settings: Settings, place: Topology) -> None:
@@ -22,6 +23,15 @@ def check(settings: Settings, place: Topology) -> None:
     tiers = settings.tiers
     if settings.keeper == "inline" and place.world > 1 and (tiers.deeper or tiers.protection):
         raise BadConfig("keeper='inline' is for one rank alone where a run has deeper tiers or partners")
+
+
+def check_level(wanted: Level, settings: Settings, place: Topology) -> None:
+    """What no tier of a run can give."""
+    tiers = settings.tiers
+    if wanted is Level.SHARED and not tiers.deeper:
+        raise BadConfig("nothing is ever 'shared' without tiers=[Shared(...)] or tiers=[Objects(...)]")
+    if wanted is Level.PROTECTED and (tiers.protection is None or not place.has_many_nodes):
+        raise BadConfig("nothing is ever 'protected' without several nodes and tiers=[Partner()] or [Parity(...)]")
 
 
 def _check_alike(settings: Settings, place: Topology) -> None:
