@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed as dist
-from cluster import Cluster, results
+from cluster import Cluster, die_at, results
 from doom import keeper_with
 from typer.testing import CliRunner
 
@@ -22,7 +22,7 @@ from everstep.cli import app
 from everstep.errors import BadConfig
 from everstep.events import Brought, Degraded, FlushCancelled, KeeperStarted, Sank, Stopping, read_events
 from everstep.image import CHUNK_BYTES
-from everstep.keeper import fleet, rounds
+from everstep.keeper import fleet, keeper, rounds
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, step_folders
 
@@ -260,3 +260,16 @@ def test_a_new_life_does_not_wait_for_the_flush_of_the_last_one(cluster: Any, un
     assert len(told(nodes, KeeperStarted)) == 1
     assert "a new life of the run begins" in next(e.reason for e in told(nodes, FlushCancelled))
     assert max(e.step for e in told(nodes, Sank)) == 8
+
+
+def test_a_keeper_whose_trainers_are_gone_does_not_give_up_what_is_on_its_way_for_being_slow(cluster: Any) -> None:
+    nodes = cluster(1, wide=WIDE // 2, linger="1s")
+    nodes.options["tiers"] = [Shared(str(nodes.root / "lustre"), every=100, rate="4MB/s")]
+
+    def impatient() -> None:
+        keeper._LAST_FLUSH_S = 1.0
+
+    nodes.live(die_at(5), prepare=keeper_with(impatient, *nodes.nodes))
+    nodes.wait_for_keepers()
+    assert committed_steps(DiskTier(nodes.root / "lustre")) == [5] and not told(nodes, FlushCancelled)
+    assert told(nodes, Brought)[-1].seconds > 2.0

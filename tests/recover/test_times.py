@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lives import live, run_directory, told, train_tiny
+
+import everstep
 from everstep.events import Brought, Event, Fetched, Persisted, Replayed
 from everstep.recover.times import measure, times
 from everstep.types import Holding, ParityHolding, ParityMember, ParityPart, ParityRecord, Plan, Records
@@ -72,3 +81,23 @@ def test_for_a_part_that_is_rebuilt_the_blocks_of_all_others_are_read() -> None:
     )  # fmt: skip
     wanted = plan(part(1, "parity", "b"), parities=(ParityHolding(node="a", record=record),))
     assert times(wanted, measure([Brought(step=1, tier="parity", bytes=100 * MB, seconds=1.0)])).parts == (3.0,)
+
+
+def die_at(step: int) -> Callable[[everstep.Run], None]:
+    def when(run: everstep.Run) -> None:
+        if run.step == step:
+            run.wait("sealed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return when
+
+
+def test_a_restart_measures_what_it_reads_and_a_plan_knows_it() -> None:
+    with run_directory() as directory:
+        assert live(lambda: train_tiny(directory, die_at(3), strategy="snapshot")).killed
+        past = everstep.open(directory)
+        assert past.times(past.plan()).unmeasured == ("memory",)
+        assert live(lambda: train_tiny(directory, die_at(5), strategy="snapshot")).killed
+        assert {(e.rank, e.source) for e in told(directory, Fetched)} == {(0, "memory")}
+        found = past.times(past.plan())
+        assert found.rates["memory"].measured == "read" and found.total is not None and 0 < found.total < 60
