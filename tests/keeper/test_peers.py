@@ -774,7 +774,7 @@ def test_what_is_received_counts_too(encrypt: bool) -> None:
     with node(encrypt=encrypt) as to, peer_of(to, limiter=Limiter(4.0 * MIB)) as peer:
         began = time.monotonic()
         for _ in range(5):
-            peer.ask(Get(seed=1, size=MIB))
+            peer.ask(Get(seed=1, size=MIB), into=memoryview(bytearray(MIB)))
         assert time.monotonic() - began >= 0.9
 
 
