@@ -338,10 +338,7 @@ class Run:
         return self._keeper.wait_for(wanted, captured, timeout)
 
     def cancel(self, level: str = "shared") -> None:
-        """Stop what is on its way to deeper tiers, on all nodes, at its next chunk; a newer step goes when it is due.
-
-        An event says so. Who waits for that level meanwhile has the newest step brought there at once.
-        """
+        """Stop what is on its way to deeper tiers, on all nodes; a newer step goes when it is due or waited for."""
         if Level.named(level) is not Level.SHARED:
             raise BadConfig(f"only what is on its way to 'shared' can be cancelled, not {level!r}")
         check_level(Level.SHARED, self.settings, self._place)
