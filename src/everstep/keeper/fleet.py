@@ -16,6 +16,7 @@ from everstep.cadence import Every
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Joined, Sink
 from everstep.keeper.copies import Copies, Takers
+from everstep.keeper.deeper import DeeperWork
 from everstep.keeper.exchange import (
     ANSWERS,
     ASKS,
@@ -41,20 +42,22 @@ from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
 from everstep.keeper.peer_server import Reply, Server
 from everstep.keeper.peers import Peer
-from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt, Trouble
+from everstep.keeper.protocol import BaseAt, Flush, Hello, Member, StopAt, Trouble
+from everstep.keeper.rate import Limiter
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.keeper.session import SOON_S, longer
 from everstep.protect.groups import NodePlace, parity_groups, partners
 from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
-from everstep.tiers import Parity, Partner, Tiers
-from everstep.types import Holding, Level, Records, Survives
+from everstep.tiers import Parity, Partner, Tiers, rate_of, tier_name
+from everstep.types import Holding, Level, Records, Source, Survives
 
 _TELL_S = 0.1  # since orders come as answers, even what is not new is told again
 _TELLS_PER_S = 500  # that the first node hears at most; many nodes tell more rarely
 _SHARE = 0.1  # of its time, that a lane without a cadence takes at most
 _STUCK_S = 5.0
+_PROGRESS_S = 0.2  # between two words on how far a flush is
 _GUESTS = "guests"
 
 
@@ -71,19 +74,26 @@ class Fleet:
         self._members: tuple[Member, ...] = ()
         self._peers: dict[str, Peer[AnyAnswer]] = {}
         self._lanes: dict[str, LaneWorker] = {}
+        self._deeper: list[DeeperWork] = []
         self._reported: dict[str, Callable[[], Lane]] = {}  # lanes that others work in
         self._rounds: Rounds | None = None
         self._rounding = threading.Lock()
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
         self._stuck_since = time.monotonic()
+        self._silent: tuple[str, ...] = ()
+        self._silent_since: float | None = time.monotonic()  # None: it was told of
         self._announced: dict[str, int] = {}
+        self._announced_at = 0.0
+        self._seen: tuple[object, ...] = ((), ())
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
         if hello.secret:
             host, _, port = hello.address.rpartition(":")
-            self._server = Server(node, hello.secret, ASKS, self._answer, advertise=host, port=int(port))
+            self._server = Server(
+                node, hello.secret, ASKS, self._answer, advertise=host, port=int(port), encrypt=tiers.encrypt
+            )  # fmt: skip
 
     @property
     def address(self) -> str:
@@ -91,13 +101,10 @@ class Fleet:
 
     # -- beginning and ending
 
-    def join(self, members: tuple[Member, ...], deeper: list[Work], disk: Callable[[], Lane] | None) -> None:
+    def join(self, members: tuple[Member, ...], deeper: list[DeeperWork], disk: Callable[[], Lane] | None) -> None:
         """Begin to work with the others. `disk`: how far this node's disk is, where there are several."""
-        self._members = members
-        write_note(self._hello.run, FleetNote(members=members, secret=self._hello.secret))
-        for member in members:
-            if member.node != self._node:
-                self._peers[member.node] = Peer(member.node, member.address, self._hello.secret, ANSWERS)
+        self._members, self._deeper = members, deeper
+        self._meet(members)
         works = [*self._protection(), *deeper]
         cadences: dict[str, Every] = {"shared": Every(), "objects": Every(), "disk": Every()}
         cadences |= {tier_name(tier): tier.cadence for tier in self._tiers.deeper}
@@ -123,6 +130,17 @@ class Fleet:
             )
         for thread in self._threads:
             thread.start()
+
+    def _meet(self, members: tuple[Member, ...]) -> None:
+        """One rate is for all that this node sends to others and reads from them."""
+        secret, encrypt, scheme = self._hello.secret, self._tiers.encrypt, self._tiers.protection
+        write_note(self._hello.run, FleetNote(members=members, secret=secret, encrypt=encrypt))
+        limiter = Limiter(rate_of(scheme) if scheme is not None else None)
+        for member in members:
+            if member.node != self._node:
+                self._peers[member.node] = Peer(
+                    member.node, member.address, secret, ANSWERS, encrypt=encrypt, limiter=limiter
+                )  # fmt: skip
 
     def _copied_to(self, nodes: Sequence[str]) -> Copies:
         """Records are small beside bases, so they are copied whatever the scheme is, as often as nodes may be lost."""
@@ -193,6 +211,23 @@ class Fleet:
         for lane in lanes:
             self.wanted[lane] = max(step, self.wanted.get(lane, NONE))
 
+    def cancel(self) -> None:
+        """What is on its way to deeper tiers stops, on all nodes. Who waits for it elsewhere has it begun anew."""
+        for work in self._deeper:
+            self._lanes[work.name].cancel()
+            self.wanted.pop(work.name, None)
+
+    def objection(self, lane: str, step: int) -> str:
+        """Why a step that is on its way is not wanted any more; empty if it is."""
+        order = self.order(lane)
+        if self._ending.is_set():
+            return "the keeper ends, or a new life of the run begins"
+        return "" if order.complete < order.step <= step else "it was called off"
+
+    def flushes(self) -> tuple[Flush, ...]:
+        """What is on its way from here to deeper tiers."""
+        return tuple(flush for flush in (work.flush() for work in self._deeper) if flush is not None)
+
     def levels(self) -> dict[str, int]:
         """How far the levels beyond this node are, as trainers are told."""
         protect, deeper = self.order("protect"), [self.order(tier_name(tier)) for tier in self._tiers.deeper]
@@ -226,6 +261,7 @@ class Fleet:
             try:
                 self._hear(self._tell(report))
                 self._complain(report.newest)
+                self._name_silent()
                 is_lost = False
             except (EverstepError, OSError) as error:
                 if not is_lost:
@@ -267,6 +303,17 @@ class Fleet:
             step = self.order(stuck[0]).step
             self._roster.tell(Trouble(reason=f"other nodes have a base of step {step}, and {self._node} has none yet"))
 
+    def _name_silent(self) -> None:
+        """By the node that they do not tell anything: until they do, no step is appointed, or none completed."""
+        silent = self.orders.silent if self._rounds is not None else ()
+        if silent != self._silent:
+            self._silent, self._silent_since = silent, time.monotonic()
+        elif silent and self._silent_since is not None and time.monotonic() - self._silent_since > _STUCK_S:
+            self._silent_since = None
+            self._emit(
+                Degraded(what="no step is protected or brought deeper", reason=f"{', '.join(silent)}: not heard of")
+            )
+
     def _hear(self, orders: Orders) -> None:
         if orders.generation != self._hello.generation:
             return  # the other keeper has not joined this life yet
@@ -274,6 +321,10 @@ class Fleet:
         complete = {name: lane.complete for name, lane in self._lanes.items()}
         if orders.lanes != before.lanes or complete != self._announced:
             self._announced = complete
+            self._announce()
+        seen = (self.flushes(), orders.silent)
+        if seen != self._seen and time.monotonic() - self._announced_at >= _PROGRESS_S:
+            self._seen, self._announced_at = seen, time.monotonic()
             self._announce()
 
     # -- being asked
@@ -353,18 +404,15 @@ class Fleet:
             self._emit(Degraded(what=f"node {peer.node} does not hear of {ask}", reason=str(error)))
 
 
-def tier_name(tier: object) -> str:
-    return type(tier).__name__.lower()
-
-
 class _Unprotected:
     """The lane of a node that no group has room for: it does nothing, and the others do not wait for it."""
 
     name = "protect"
+    tier: Source = "memory"
     stays = False
 
-    def do(self, base: HeldBase) -> None:
-        pass
+    def do(self, base: HeldBase) -> int:
+        return 0
 
     def reach(self, base: int) -> int:
         return base

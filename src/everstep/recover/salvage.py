@@ -37,7 +37,9 @@ class _Reader:
         self._peers: dict[str, Peer[AnyAnswer]] = {}
         if note is not None:
             for member in (one for one in note.members if one.node != sources.node):
-                self._peers[member.node] = Peer(member.node, member.address, note.secret, ANSWERS)
+                self._peers[member.node] = Peer(
+                    member.node, member.address, note.secret, ANSWERS, encrypt=note.encrypt
+                )  # fmt: skip
 
     def image(self, holding: Holding) -> Image:
         if holding.everywhere or holding.node == self._sources.node:
