@@ -16,12 +16,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import torch._dynamo  # once, before ranks are forked: it takes seconds
 import torch.distributed as dist
@@ -48,9 +50,14 @@ def model_of(megabytes: float) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
 
 
-def train(directory: Path, scheme: str, megabytes: float, steps: int, root: Path) -> dict[str, Any]:
-    """One rank of one life: times of its steps, and of coming back."""
+def train(
+    directory: Path, scheme: str, megabytes: float, steps: int, root: Path, apart: bool, pause_s: float
+) -> dict[str, Any]:
+    """One rank of one life: times of its steps, and of coming back. `apart`: trainers and keepers share no core."""
     rank = dist.get_rank()
+    cores = sorted(os.sched_getaffinity(0))
+    if apart:
+        _pin(os.getpid(), cores[0])
     model = model_of(megabytes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     x = torch.randn(64, model[0].in_features)
@@ -64,10 +71,14 @@ def train(directory: Path, scheme: str, megabytes: float, steps: int, root: Path
             keep=1,
         )  # fmt: skip
         first = run.step
+    keeper = psutil.Process(_keeper_of(directory)) if run is not None else None
+    if apart and keeper is not None:
+        _pin(keeper.pid, cores[-1])
     dist.barrier()
     came_back = time.perf_counter() - began
-    times = []
+    times, spent = [], _processor_s(keeper)
     for step in range(first, first + steps):
+        time.sleep(pause_s)
         begin = time.perf_counter()
         loss = model(x).square().mean()
         loss.backward()
@@ -87,7 +98,24 @@ def train(directory: Path, scheme: str, megabytes: float, steps: int, root: Path
     if run is not None:
         run.wait("protected" if SCHEMES[scheme] and dist.get_world_size() > 1 else "sealed")
     dist.barrier()
-    return {"times": times[2:], "came_back": came_back, "first": first}
+    spent = _processor_s(keeper) - spent
+    return {"times": times[2:], "came_back": came_back, "first": first, "keeper_s": spent}
+
+
+def _keeper_of(directory: Path) -> int:
+    pid = keeper_pid(run_name(DiskTier(directory)))
+    if pid is None:
+        raise RuntimeError(f"{directory} has no keeper")
+    return pid
+
+
+def _processor_s(process: psutil.Process | None) -> float:
+    return sum(process.cpu_times()[:2]) if process is not None else 0.0
+
+
+def _pin(pid: int, core: int) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {core})
 
 
 def _load_root(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> int:
@@ -106,7 +134,9 @@ class Nodes:
         self.root = Path(tempfile.mkdtemp(prefix="everstep-bench-"))
         self.names = [f"{self.root.name}-{number}" for number in range(count)]
 
-    def live(self, scheme: str, megabytes: float, steps: int) -> list[dict[str, Any]]:
+    def live(
+        self, scheme: str, megabytes: float, steps: int, *, apart: bool = False, pause_s: float = 0.0
+    ) -> list[dict[str, Any]]:
         """All ranks of one life, which die at its end as in a crash; what each measured."""
         with _store() as port:
             hear, tell = os.pipe()
@@ -115,7 +145,9 @@ class Nodes:
                 pid = os.fork()
                 if pid == 0:
                     directory = self.root / self.names[rank]
-                    self._be(rank, port, tell, partial(train, directory, scheme, megabytes, steps, self.root))
+                    self._be(
+                        rank, port, tell, partial(train, directory, scheme, megabytes, steps, self.root, apart, pause_s)
+                    )
                 pids.append(pid)
             os.close(tell)
             with os.fdopen(hear, "rb") as pipe:
@@ -175,15 +207,24 @@ class _store:
         os.waitpid(self.pid, 0)
 
 
-def one(count: int, scheme: str, megabytes: float, steps: int) -> tuple[float, float, list[float]]:
-    """The median step and the restart of one scheme, and when steps were protected."""
+@dataclass
+class One:
+    """One job of one scheme."""
+
+    step_s: float  # the median
+    restart_s: float
+    protected: list[float]  # when steps were
+    keeper_s: float  # of processor time, of all keepers
+
+
+def one(count: int, scheme: str, megabytes: float, steps: int, *, apart: bool = False) -> One:
     nodes = Nodes(count)
     try:
-        first = nodes.live(scheme, megabytes, steps)
+        first = nodes.live(scheme, megabytes, steps, apart=apart)
         step = statistics.median(max(row["times"][i] for row in first) for i in range(len(first[0]["times"])))
         protected = nodes.protected() if scheme not in ("none", "root", "single") else []
-        again = nodes.live(scheme, megabytes, 3) if scheme != "none" else [{"came_back": 0.0}]
-        return step, max(row["came_back"] for row in again), protected
+        again = nodes.live(scheme, megabytes, 3) if scheme != "none" and not apart else [{"came_back": 0.0}]
+        return One(step, max(row["came_back"] for row in again), protected, sum(row["keeper_s"] for row in first))
     finally:
         nodes.close()
 
@@ -197,40 +238,107 @@ def main() -> None:
     report = Report(
         "What nodes that protect each other cost", f"python bench/nodes.py{' --quick' * options.quick}", machine()
     )
-    report.tables += [schemes(repeats, steps), rounds()]
+    found, table = schemes(repeats, steps)
+    report.tables += [table, apart(repeats, 2 * steps), rounds()]
+    report.data["schemes"] = {
+        f"{count} {name}": [asdict(each) for each in all_] for (count, name), all_ in found.items()
+    }
     report.save(options.out, "nodes")
+    draw(found, options.out / "nodes.svg")
     print(report.markdown())
 
 
-def schemes(repeats: int, steps: int) -> Table:
+Found = dict[tuple[int, str], list[One]]
+
+
+def schemes(repeats: int, steps: int) -> tuple[Found, Table]:
     headers = ["ranks", "scheme", "step, ms", "against none", "restart, s", "steps protected"]
     table = Table("Every step saved, and back again: 24 MB of state, one rank a node", headers)
+    found: Found = {}
     for count in (1, 2, 4, 8):
         names = ["none", "root", *(name for name in SCHEMES if count > 2 or name == "single")]
         names += ["partner", "xor"] if count == 2 else []
-        found = {name: (Stat(), Stat(), Stat()) for name in names}
         for _ in range(repeats):
-            for name, (step, restart, share) in found.items():
-                step_s, restart_s, protected = one(count, name, 24.0, steps)
-                step.values.append(step_s)
-                restart.values.append(restart_s)
-                share.values.append(len(protected) / steps)
-        for name, (step, restart, share) in found.items():
-            more = (step.median / found["none"][0].median - 1) * 100
-            row = [str(count), name, step.text(1000), f"{more:+.0f} %", restart.text() if name != "none" else ""]
-            table.rows.append([*row, f"{share.median * 100:.0f} %" if share.median else ""])
+            for name in names:
+                found.setdefault((count, name), []).append(one(count, name, 24.0, steps))
+        for name in names:
+            table.rows.append(_row(count, name, found, steps))
             print(*table.rows[-1], flush=True)
+    return found, table
+
+
+def _row(count: int, name: str, found: Found, steps: int) -> list[str]:
+    all_ = found[count, name]
+    step, restart = Stat([each.step_s for each in all_]), Stat([each.restart_s for each in all_])
+    share = statistics.median(len(each.protected) / steps for each in all_)
+    row = [str(count), name, step.text(1000), f"{more_than_none(count, name, found):+.0f} %"]
+    return [*row, restart.text() if name != "none" else "", f"{share * 100:.0f} %" if share else ""]
+
+
+def more_than_none(count: int, name: str, found: Found) -> float:
+    mine, none = (statistics.median(each.step_s for each in found[count, way]) for way in (name, "none"))
+    return (mine / none - 1) * 100
+
+
+def apart(repeats: int, steps: int) -> Table:
+    """Two nodes whose trainers have a core, and whose keepers have another: what protection costs training itself."""
+    table = Table(
+        "Trainers on one core, keepers on another: 2 nodes, 24 MB of state", ["scheme", "step, ms", "against none"],
+        note="The trainers' cores are the same in all rows. Ratios of neighbouring jobs.",
+    )  # fmt: skip
+    names = ("none", "single", "partner", "xor")
+    found: dict[str, Stat] = {name: Stat() for name in names}
+    for _ in range(2 * repeats):
+        for name in names:
+            found[name].values.append(one(2, name, 24.0, steps, apart=True).step_s)
+    for name in names:
+        more = Stat([mine / none - 1 for mine, none in zip(found[name].values, found["none"].values, strict=True)])
+        table.rows.append([name, found[name].text(1000), more.text(100) + " %"])
+        print(*table.rows[-1], flush=True)
     return table
 
 
 def rounds() -> Table:
-    table = Table("How often a step is protected: 1 MB of state, partners", ["keepers", "between two, ms"])
+    headers = ["keepers", "protected", "between two, ms", "processor time of a keeper for one, ms"]
+    table = Table(
+        "What one more node costs a save: 1 MB of state, partners", headers,
+        note="40 steps of half a second each, so that the processor time is that of saving, and not of waiting for it.",
+    )  # fmt: skip
     for count in (2, 4, 8, 16):
-        _, _, protected = one(count, "partner", 1.0, 40)
+        nodes = Nodes(count)
+        try:
+            rows = nodes.live("partner", 1.0, 40, pause_s=0.5)
+            protected = nodes.protected()
+        finally:
+            nodes.close()
         gaps = Stat([after - before for before, after in pairwise(protected)])
-        table.rows.append([str(count), gaps.text(1000)])
+        each = Stat([row["keeper_s"] / max(1, len(protected)) for row in rows])
+        table.rows.append([str(count), f"{len(protected)} of 40", gaps.text(1000), each.text(1000)])
         print(*table.rows[-1], flush=True)
     return table
+
+
+def draw(found: Found, path: Path) -> None:
+    """Save and restart over ranks, as the experiment with SCR drew them; needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: pip install matplotlib", flush=True)
+        return
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, (save, restart) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for name in ("root", *SCHEMES):
+        counts = [count for count, way in found if way == name]
+        save.plot(counts, [more_than_none(count, name, found) for count in counts], marker="o", label=name)
+        backs = [statistics.median(each.restart_s for each in found[count, name]) for count in counts]
+        restart.plot(counts, backs, marker="o", label=name)
+    for axes, title, unit in ((save, "saving every step", "% over not saving"), (restart, "coming back", "seconds")):
+        axes.set(title=title, xlabel="ranks, one a node", ylabel=unit, xticks=[1, 2, 4, 8], ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+    restart.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
