@@ -8,8 +8,10 @@ from everstep.events import Retired, Sank, Sink
 from everstep.keeper import flush
 from everstep.keeper.lane import HeldBase
 from everstep.keeper.protocol import Hello
-from everstep.store.log import cut_after, log_folder, rank_of, segments
+from everstep.keeper.sinking import Sinking
+from everstep.store.log import cut_after, ranks_of, strangers
 from everstep.store.manifest import (
+    committed_steps,
     parity_folder,
     parity_steps,
     read_record,
@@ -32,9 +34,7 @@ def forget_guests(guests: MemoryTier, hello: Hello) -> None:
     for step in parity_steps(guests):
         if step > after and not _is_of(guests, parity_folder(step), ParityRecord, hello):
             guests.delete_folder(parity_folder(step))
-    named = {name for start in segments(guests) for name in guests.names(log_folder(start))}
-    ranks = {rank for rank in map(rank_of, named) if rank is not None}
-    cut_after(guests, hello.resumed_from, ranks, hello.run, hello.generation)
+    cut_after(guests, hello.resumed_from, ranks_of(guests), hello.run, hello.generation)
 
 
 def _is_of(guests: MemoryTier, folder: str, kind: type[Part] | type[ParityRecord], hello: Hello) -> bool:
@@ -63,16 +63,32 @@ def _kept_on(name: str, hello: Hello) -> Keep:
 class DeeperWork:
     stays = False
 
-    def __init__(self, name: str, tier: Tier, hello: Hello, emit: Sink, *, retires: bool) -> None:
-        """`retires`: this node lets go what all no longer need."""
-        self.name, self._tier, self._hello, self._emit, self._retires = name, tier, hello, emit, retires
+    def __init__(self, name: str, tier: Tier, hello: Hello, records: Sinking, emit: Sink, *, retires: bool) -> None:
+        """`records`: those that follow the bases. `retires`: this node lets go what all no longer need."""
+        self.name, self.records = name, records
+        self._tier, self._hello, self._emit, self._retires = tier, hello, emit, retires
         self._has_begun = False
 
     def do(self, base: HeldBase) -> None:
         if self._retires and not self._has_begun:
-            for step in flush.disown(self._tier, self._hello.resumed_from, self._hello.run, self._hello.generation):
-                self._emit(Retired(step=step, reason="it was passed over when the run went on from an earlier one"))
+            self._begin()
             self._has_begun = True
+        self.records.hold(base.step)
+        try:
+            self._bring(base)
+        except BaseException:
+            self.records.let_go()
+            raise
+
+    def _begin(self) -> None:
+        """What other lives left beyond the step that this one goes on from is gone before anything of it is there."""
+        hello = self._hello
+        for step in flush.disown(self._tier, hello.resumed_from, hello.run, hello.generation):
+            self._emit(Retired(step=step, reason="it was passed over when the run went on from an earlier one"))
+        ranks = strangers(self._tier, hello.resumed_from, hello.run, hello.generation)
+        cut_after(self._tier, hello.resumed_from, ranks, hello.run, hello.generation)
+
+    def _bring(self, base: HeldBase) -> None:
         for arena, slot, seal in base.images():
             if self._has(base.step, arena.rank, seal.generation, seal.length):
                 continue  # brought before something failed
@@ -93,7 +109,7 @@ class DeeperWork:
         return flush.commit(self._tier, step, range(world), world, self._hello.generation)
 
     def reach(self, base: int) -> int:
-        return base  # records stay nearer
+        return self.records.reach(base)
 
     def over(self, base: int, before: int) -> None:
         if not self._commit(base):
@@ -102,4 +118,5 @@ class DeeperWork:
             for gone in flush.retire(self._tier, _kept_on(self.name, self._hello), self._hello.run):
                 self._emit(Retired(step=gone, reason=f"newer checkpoints are on {self._tier.name}"))
             flush.clean(self._tier)
+        self.records.follow(base, oldest=min(committed_steps(self._tier)) if self._retires else None)
         self._emit(Sank(step=base, tier=self.name))

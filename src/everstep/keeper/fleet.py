@@ -16,6 +16,7 @@ from everstep.cadence import Every
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Joined, Sink
 from everstep.keeper.copies import Copies, Takers
+from everstep.keeper.deeper import DeeperWork
 from everstep.keeper.exchange import (
     ANSWERS,
     ASKS,
@@ -36,6 +37,7 @@ from everstep.keeper.exchange import (
     Told,
 )
 from everstep.keeper.lane import HeldBase, LaneWorker, Work
+from everstep.keeper.logbook import Logbook
 from everstep.keeper.note import FleetNote, forget_note, write_note
 from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
@@ -45,9 +47,11 @@ from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt, Trouble
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.keeper.session import SOON_S, longer
+from everstep.keeper.sinking import Sinking
 from everstep.protect.groups import NodePlace, parity_groups, partners
 from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
+from everstep.store.tier import Tier
 from everstep.tiers import Parity, Partner, Tiers
 from everstep.types import Holding, Level, Records, Survives
 
@@ -67,6 +71,7 @@ class Fleet:
         self._hello, self._node, self._tiers, self._roster = hello, node, tiers, roster
         self._guests, self._takers, self._emit, self._announce = guests, takers, emit, announce
         self._copies: Copies | None = None
+        self._sinkings: list[Sinking] = []
         self._host = TierHost({_GUESTS: guests, "disk": disk}, lent=_GUESTS)
         self._members: tuple[Member, ...] = ()
         self._peers: dict[str, Peer[AnyAnswer]] = {}
@@ -76,6 +81,7 @@ class Fleet:
         self._rounding = threading.Lock()
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
+        self._wanted_bases: dict[str, int] = {}
         self._stuck_since = time.monotonic()
         self._announced: dict[str, int] = {}
         self._ending = threading.Event()
@@ -91,36 +97,49 @@ class Fleet:
 
     # -- beginning and ending
 
-    def join(self, members: tuple[Member, ...], deeper: list[Work], disk: Callable[[], Lane] | None) -> None:
+    def sinking(self, lane: str, tier: Tier, disk: Logbook) -> Sinking:
+        """What brings records from this node's disk to a deeper tier."""
+
+        def is_urgent() -> bool:
+            return self.wanted.get(lane, NONE) > self.order(lane).reach or not self._roster.is_anybody_alive()
+
+        return Sinking(tier, disk, self._hello, self._cadences()[lane], self._emit, is_urgent)
+
+    def _cadences(self) -> dict[str, Every]:
+        """How often bases go to each place."""
+        found = {tier_name(tier): tier.cadence for tier in self._tiers.deeper}
+        if self._tiers.protection is not None:
+            found["protect"] = Every(steps=self._tiers.protection.every)
+        return found | {"disk": Every(steps=self._hello.every_steps, seconds=self._hello.every_s)}
+
+    def join(
+        self, members: tuple[Member, ...], deeper: Sequence[DeeperWork], disk: Callable[[], Lane] | None
+    ) -> None:  # fmt: skip
         """Begin to work with the others. `disk`: how far this node's disk is, where there are several."""
         self._members = members
         write_note(self._hello.run, FleetNote(members=members, secret=self._hello.secret))
         for member in members:
             if member.node != self._node:
                 self._peers[member.node] = Peer(member.node, member.address, self._hello.secret, ANSWERS)
-        works = [*self._protection(), *deeper]
-        cadences: dict[str, Every] = {"shared": Every(), "objects": Every(), "disk": Every()}
-        cadences |= {tier_name(tier): tier.cadence for tier in self._tiers.deeper}
-        if self._tiers.protection is not None:
-            cadences["protect"] = Every(steps=self._tiers.protection.every)
-        cadences["disk"] = Every(steps=self._hello.every_steps, seconds=self._hello.every_s)
+        works: list[Work] = [*self._protection(), *deeper]
+        self._sinkings = [work.records for work in deeper]
         if disk is not None:
             self._reported["disk"] = disk
         for work in works:
             self._lanes[work.name] = LaneWorker(work, self._roster, self._emit, partial(self.order, work.name))
             self._reported[work.name] = self._lanes[work.name].status
         if members[0].node == self._node:
-            names = {name: cadences[name] for name in self._reported}
+            names = {name: every for name, every in self._cadences().items() if name in self._reported}
             self._rounds = Rounds([m.node for m in members], names, self._hello.generation, _SHARE)
         if self._reported:
             self._threads.append(threading.Thread(target=self._tell_loop, name="everstep-tell", daemon=True))
         for lane in self._lanes.values():
             name = f"everstep-{lane.name}"
             self._threads.append(threading.Thread(target=lane.work, args=(self._ending,), name=name, daemon=True))
-        if self._copies is not None:
-            self._threads.append(
-                threading.Thread(target=self._copies.work, args=(self._ending,), name="everstep-copies", daemon=True)
-            )
+        copiers: list[Copies | Sinking] = [*self._sinkings, *([self._copies] if self._copies is not None else [])]
+        for records in copiers:
+            name = f"everstep-{type(records).__name__.lower()}"
+            self._threads.append(threading.Thread(target=records.work, args=(self._ending,), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -183,15 +202,18 @@ class Fleet:
         deeper = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
         if newest is not None and any(lane.complete < newest - 1 for lane in deeper):
             return False  # a rank may have been a step ahead of the others when all died
+        if not all(records.is_even for records in self._sinkings):
+            return False
         return self._rounds is None or self._rounds.has_told_all
 
-    def want(self, level: Level, step: int) -> None:
-        """Somebody waits until a step has reached a level."""
+    def want(self, level: Level, step: int, *, as_base: bool) -> None:
+        """Somebody waits until a step has reached a level, or its base has."""
         lanes = {Level.DURABLE: ["disk"], Level.PROTECTED: ["protect"]}.get(
             level, list(map(tier_name, self._tiers.deeper))
         )
         for lane in lanes:
-            self.wanted[lane] = max(step, self.wanted.get(lane, NONE))
+            for wanted in (self.wanted, self._wanted_bases) if as_base else (self.wanted,):
+                wanted[lane] = max(step, wanted.get(lane, NONE))
 
     def levels(self) -> dict[str, int]:
         """How far the levels beyond this node are, as trainers are told."""
@@ -199,11 +221,17 @@ class Fleet:
         lanes = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
         return {
             "protected": protect.reach,
-            "shared": min((lane.complete for lane in lanes), default=NONE),
+            "shared": min(map(self._reach, lanes), default=NONE),
+            "shared_base": min((lane.complete for lane in lanes), default=NONE),
             "shared_next": min((order.step for order in deeper), default=NONE),
             "protected_missed": protect.missed,
             "shared_missed": max((order.missed for order in deeper), default=NONE),
         }
+
+    def _reach(self, lane: LaneWorker) -> int:
+        """A base counts when this node has seen to it, and records when all nodes say that they lead further."""
+        order = self.order(lane.name)
+        return order.reach if order.reach > order.complete else lane.complete
 
     def forget_guests(self) -> None:
         """The run is finished: nobody will ask for what was entrusted to this node."""
@@ -237,6 +265,7 @@ class Fleet:
         return Report(
             node=self._node, generation=self._hello.generation, newest=NONE if newest is None else newest,
             is_alive=self._roster.is_anybody_alive(), wanted=dict(self.wanted),
+            wanted_bases=dict(self._wanted_bases),
             lanes={name: status() for name, status in self._reported.items()},
         )  # fmt: skip
 

@@ -191,7 +191,7 @@ class Keeper:
             case Persist():
                 self._roster.want(message.step, as_base=message.as_base)
                 if self._fleet is not None:
-                    self._fleet.want(message.level, message.step)
+                    self._fleet.want(message.level, message.step, as_base=message.as_base)
                 self._bases.ask()
                 self._records.asked.set()
                 if self._logbook.reach() >= message.step:
@@ -266,6 +266,7 @@ class Keeper:
         if self._fleet is not None:
             self._fleet.close()
         self._bases.appointed, self._fleet, self._has_many_nodes = None, None, bool(hello.secret)
+        self._logbook.pins.clear()
         tiers = gather(parse(hello.tiers, "Hello"))
         if hello.secret or tiers.deeper:
             self._fleet = self._make_fleet(hello, tiers)
@@ -283,12 +284,13 @@ class Keeper:
         if self._fleet is None or self._fleet.has_joined:
             return
         is_first = message.members[0].node == node_name()
-        deeper = [
-            DeeperWork(name, tier, hello, self._emit, retires=is_first)
-            for name, tier in Places.written(self._directory).deeper_tiers().items()
-        ]
+        deeper = []
+        for name, tier in Places.written(self._directory).deeper_tiers().items():
+            records = self._fleet.sinking(name, tier, self._logbook)
+            self._logbook.pins.append(records.pinned)
+            deeper.append(DeeperWork(name, tier, hello, records, self._emit, retires=is_first))
         self._bases.appointed = partial(self._fleet.order, "disk") if self._has_many_nodes else None
-        self._fleet.join(message.members, list(deeper), self._bases.status if self._has_many_nodes else None)
+        self._fleet.join(message.members, deeper, self._bases.status if self._has_many_nodes else None)
 
     def _lose(self, session: Session) -> None:
         if session.watcher >= 0:
