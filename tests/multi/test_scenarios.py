@@ -108,8 +108,8 @@ from pathlib import Path
 from cluster import STEPS, Cluster, die_at, results
 from everstep import Objects
 
-root, bucket, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-nodes = Cluster(root, (1, 1))
+root, bucket, at, strategy = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+nodes = Cluster(root, (1, 1), strategy=strategy)
 nodes.options["tiers"] = [Objects(f"s3://{bucket}/{root.name}", every=2)]
 try:
     first = nodes.live(die_at(at, level="shared"))
@@ -122,7 +122,10 @@ finally:
 """
 
 
-def test_when_all_caches_are_gone_the_object_store_is_read(tmp_path: Path, undisturbed: Any, server: Server) -> None:
+@pytest.mark.parametrize("strategy", ["snapshot", "log"])
+def test_when_all_caches_are_gone_the_object_store_is_read(
+    strategy: str, tmp_path: Path, undisturbed: Any, server: Server
+) -> None:
     """In a process that has never used an object store: those that are forked from one cannot."""
     folder = Path(__file__).parent
     environment = {
@@ -130,11 +133,12 @@ def test_when_all_caches_are_gone_the_object_store_is_read(tmp_path: Path, undis
         "AWS_ENDPOINT": f"http://127.0.0.1:{server.port}",
         "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent, folder.parents[1] / "src"))),
     }  # fmt: skip
-    (tmp_path / "objects").mkdir()
-    job = alone(ON_AN_OBJECT_STORE, tmp_path / "objects", BUCKET, str(AT), env=environment)
+    (tmp_path / strategy).mkdir()
+    job = alone(ON_AN_OBJECT_STORE, tmp_path / strategy, BUCKET, str(AT), strategy, env=environment)
     said, _ = job.communicate(timeout=200)
     assert said.split() == [str(AT), str(STEPS), undisturbed(1, 1)] * 2
-    assert any(f"step-{STEPS:010d}.json" in key for key in server.objects("objects"))
+    assert any(f"step-{STEPS:010d}.json" in key for key in server.objects(strategy))
+    assert any("/log-" in key for key in server.objects(strategy)) == (strategy == "log")
 
 
 def test_a_damaged_step_of_the_shared_tier_is_passed_over_and_made_anew(cluster: Any, undisturbed: Any) -> None:

@@ -91,7 +91,7 @@ class Sinking:
 
     def _behind(self) -> int:
         """How many steps the disk has that are not there yet."""
-        return max(self._disk.last(rank) - self._last(rank) for rank in self._hello.ranks_here)
+        return max(self._disk.last(rank) - self._last(rank) for rank in self._hello.local_ranks)
 
     def _last(self, rank: int) -> int:
         book = self._books.get(rank)
@@ -101,7 +101,7 @@ class Sinking:
         began = time.monotonic()
         try:
             with self._lock:
-                for rank in self._hello.ranks_here:
+                for rank in self._hello.local_ranks:
                     self._take(rank)
         except (EverstepError, OSError) as error:
             if not self._is_lost:
@@ -113,7 +113,7 @@ class Sinking:
         if self._behind() <= 0:
             self._even_at = time.monotonic()
         is_late = time.monotonic() - self._even_at > _BEHIND_S
-        self._pinned = None if is_late else min(self._last(rank) for rank in self._hello.ranks_here)
+        self._pinned = None if is_late else min(self._last(rank) for rank in self._hello.local_ranks)
 
     def _take(self, rank: int) -> None:
         if self._disk.last(rank) <= self._last(rank):
@@ -157,7 +157,7 @@ class Sinking:
 
     def reach(self, base: int) -> int:
         """The newest step that records there lead to from a base that is there."""
-        books = [self._books.get(rank) for rank in self._hello.ranks_here]
+        books = [self._books.get(rank) for rank in self._hello.local_ranks]
         if base == NONE or not books:
             return base
         found = [book.last if book is not None and book.leads_from(base) else base for book in books]
