@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,30 @@ def test_small_clusters_are_killed_and_go_on(ranks: tuple[int, ...], cluster: An
     if len(ranks) > 1:
         nodes.lose(nodes.nodes[0])
     came_home(nodes, undisturbed(*ranks))
+
+
+@pytest.mark.parametrize("then", ["partner", "none", pytest.param("xor", marks=pytest.mark.soak)])
+def test_parity_and_copies_of_a_scheme_that_is_no_longer_used_go_once_nothing_needs_them(
+    then: str, cluster: Any, undisturbed: Any
+) -> None:
+    first = SCHEMES["partner" if then == "xor" else "xor"]
+    nodes = cluster(1, 1, 1, tiers=first)
+    nodes.live(die_at(AT, level="protected"))
+    folders = "step-*" if then == "xor" else "parity-*"
+
+    def left() -> list[Path]:
+        return [path for node in nodes.nodes for path in guests(nodes, node).glob(folders)]
+
+    assert left()
+
+    def when(run: Any, rank: int) -> None:
+        assert run.wait("durable" if then == "none" else "protected", timeout=60)
+        dist.barrier()
+        deadline = time.monotonic() + 30
+        while run.step == STEPS - 1 and left():
+            assert time.monotonic() < deadline, f"still there: {left()}"
+            time.sleep(0.02)
+        dist.barrier()
+
+    ended = results(nodes.live(when, tiers=SCHEMES[then] if then != "none" else []))
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, 1)}

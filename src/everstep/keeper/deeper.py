@@ -9,46 +9,14 @@ from everstep.keeper import flush
 from everstep.keeper.lane import HeldBase
 from everstep.keeper.protocol import Hello
 from everstep.keeper.sinking import Sinking
-from everstep.store.log import cut_after, ranks_of, strangers
+from everstep.store.log import cut_after, strangers
 from everstep.store.manifest import (
     committed_steps,
-    parity_folder,
-    parity_steps,
-    read_record,
     read_single_part,
     step_folder,
-    step_folders,
 )
-from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
 from everstep.tiers import gather, parse
-from everstep.types import ParityRecord, Part
-
-
-def forget_guests(guests: MemoryTier, hello: Hello) -> None:
-    """What others entrusted to this node in lives that went another way than the present one makes room."""
-    after = -1 if hello.resumed_from is None else hello.resumed_from
-    for step in step_folders(guests):
-        if step > after and not _is_of(guests, step_folder(step), Part, hello):
-            guests.delete_folder(step_folder(step))
-    for step in parity_steps(guests):
-        if step > after and not _is_of(guests, parity_folder(step), ParityRecord, hello):
-            guests.delete_folder(parity_folder(step))
-    cut_after(guests, hello.resumed_from, ranks_of(guests), hello.run, hello.generation)
-
-
-def _is_of(guests: MemoryTier, folder: str, kind: type[Part] | type[ParityRecord], hello: Hello) -> bool:
-    """Whether something in a folder is of the present life, which may only have lost its keeper."""
-    for name in guests.names(folder):
-        try:
-            if not name.endswith(".json"):
-                continue
-            record = read_record(guests, name, Part) if kind is Part else read_record(guests, name, ParityRecord)
-            if record.generation == hello.generation:
-                return True
-        except (Damaged, OSError):
-            continue
-    return False
 
 
 def _kept_on(name: str, hello: Hello) -> Keep:

@@ -234,7 +234,7 @@ class Fleet:
         return order.reach if order.reach > order.complete else lane.complete
 
     def forget_guests(self) -> None:
-        """The run is finished: nobody will ask for what was entrusted to this node."""
+        """Nobody will ask for what was entrusted to this node."""
         shutil.rmtree(self._guests.root, ignore_errors=True)
 
     # -- telling
@@ -300,6 +300,8 @@ class Fleet:
         if orders.generation != self._hello.generation:
             return  # the other keeper has not joined this life yet
         before, self.orders = self.orders, orders
+        if "protect" not in self._lanes and self.order("disk").complete > before.lanes.get("disk", Order()).complete:
+            self.forget_guests()  # of an earlier life: the disks of all nodes have something newer
         complete = {name: lane.complete for name, lane in self._lanes.items()}
         if orders.lanes != before.lanes or complete != self._announced:
             self._announced = complete

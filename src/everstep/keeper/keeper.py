@@ -26,7 +26,8 @@ from everstep.keeper import flush
 from everstep.keeper.assembly import Assembly
 from everstep.keeper.base_writer import BaseWriter
 from everstep.keeper.copies import Takers
-from everstep.keeper.deeper import DeeperWork, forget_guests
+from everstep.keeper.deeper import DeeperWork
+from everstep.keeper.guests import forget_passed_over
 from everstep.keeper.halting import Halting
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
@@ -275,7 +276,7 @@ class Keeper:
         from everstep.keeper.fleet import Fleet  # needs a package that one node alone does not
 
         guests = guest_tier(hello.run, tiers.memory.path)
-        forget_guests(guests, hello)
+        forget_passed_over(guests, hello)
         return Fleet(
             hello, node_name(), tiers, self._roster, guests, self._tier, self._takers, self._emit, self._announce
         )  # fmt: skip
