@@ -227,7 +227,7 @@ class Archive:
         return checkpoint.step
 
     def scavenge(self, to: str | None = None, *, watch: Callable[[int, int], None] | None = None) -> tuple[int, str]:
-        """After the job is gone for good: write the newest base that all nodes together still have to one place.
+        """After the job is gone for good: write the newest step that all nodes together still have to one place.
 
         to: a directory; by default the deepest tier of the run, else its own directory. Returns the step, and where.
         """

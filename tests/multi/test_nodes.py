@@ -122,9 +122,10 @@ def test_what_is_left_when_all_trainers_are_gone_reaches_the_shared_tier(cluster
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("scheme", ["partner", "xor"])
-def test_scavenging_completes_what_a_lost_node_had(scheme: str, cluster: Any, undisturbed: Any) -> None:
-    nodes = cluster(1, 1, 1, tiers=[Partner()] if scheme == "partner" else [Parity("xor")])
+@pytest.mark.parametrize(("scheme", "strategy"), [("partner", "snapshot"), ("xor", "snapshot"), ("partner", "log")])
+def test_scavenging_completes_what_a_lost_node_had(scheme: str, strategy: str, cluster: Any, undisturbed: Any) -> None:
+    """With a log what is rescued is a base, and the records that lead on from it."""
+    nodes = cluster(1, 1, 1, tiers=[Partner()] if scheme == "partner" else [Parity("xor")], strategy=strategy)
     nodes.live(die_at(5, level="protected"))
     nodes.lose(nodes.nodes[2])
     rescued = nodes.root / "rescued"
@@ -136,6 +137,7 @@ def test_scavenging_completes_what_a_lost_node_had(scheme: str, cluster: Any, un
         if step == 5:
             break
         assert time.monotonic() < deadline, f"only step {step} could be rescued"
+    assert (committed_steps(DiskTier(rescued))[-1] < 5) == (strategy == "log")
     nodes.lose(*nodes.nodes)
     nodes.options["tiers"] = [Shared(str(rescued))]
     ended = results(nodes.live())

@@ -6,13 +6,17 @@ after it can be followed by it. Where blobs do not grow every group of records i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from everstep.errors import Damaged, EverstepError, Mismatch
 from everstep.store.log import LogWriter, log_folder, log_name, scan, segments, starts
 from everstep.store.retain import spent_segments
 from everstep.store.tier import Tier
 from everstep.types import Frame
+
+_T = TypeVar("_T")
+_GROUP_BYTES = 64 << 20
 
 
 class Book:
@@ -76,3 +80,15 @@ def forget(tier: Tier, ranks: Collection[int], oldest_base: int) -> None:
     for start in segments(tier)[:-1]:
         if not tier.names(log_folder(start)):
             tier.delete_folder(log_folder(start))
+
+
+def grouped(records: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """As many at once as memory is used for: each is in memory before it is written."""
+    group: list[_T] = []
+    for record in records:
+        if group and sum(map(size, group)) + size(record) > _GROUP_BYTES:
+            yield group
+            group = []
+        group.append(record)
+    if group:
+        yield group

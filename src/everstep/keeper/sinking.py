@@ -19,7 +19,7 @@ import xxhash
 from everstep.cadence import Every
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Sink
-from everstep.keeper.book import Book, forget
+from everstep.keeper.book import Book, forget, grouped
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
 from everstep.keeper.rounds import NONE
@@ -33,7 +33,6 @@ _REST_S = 2.0  # after a failure
 _GROUPS = 10  # of records, for every base
 _SHARE = 0.1  # of its time, that this takes at most
 _BEHIND_S = 900.0  # a tier that has not caught up for so long is not waited for
-_GROUP_BYTES = 64 << 20  # that are read before they are written
 
 
 class Sinking:
@@ -124,7 +123,7 @@ class Sinking:
         for log in self._written(rank, book.last if book.last >= 0 else self._base):
             after = book.last if book.last >= 0 else self._base
             assert log.layout is not None
-            for group in _groups([one for one in log.records if one.frame.step > after]):
+            for group in grouped((r for r in log.records if r.frame.step > after), lambda record: record.length):
                 book.write(log.layout.header, log.layout.digest, [self._read(log, one) for one in group])
 
     def _written(self, rank: int, after: int) -> Iterator[LogRead]:
@@ -158,25 +157,9 @@ class Sinking:
     def reach(self, base: int) -> int:
         """The newest step that records there lead to from a base that is there."""
         books = [self._books.get(rank) for rank in self._hello.local_ranks]
-        if base == NONE or not books:
-            return base
-        found = [book.last if book is not None and book.leads_from(base) else base for book in books]
-        return min(found)
+        return min(book.last if book is not None and book.leads_from(base) else base for book in books)
 
     @property
     def is_even(self) -> bool:
         """Whether it has all that the disk has, or cannot have it now."""
         return self._base == NONE or self._is_lost or self._behind() <= 0
-
-
-def _groups(records: list[Record]) -> Iterator[list[Record]]:
-    group: list[Record] = []
-    size = 0
-    for record in records:
-        if group and size + record.length > _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(record)
-        size += record.length
-    if group:
-        yield group

@@ -6,7 +6,7 @@ How to ask them is said in the note that the keeper of this node left.
 from __future__ import annotations
 
 from everstep.errors import EverstepError
-from everstep.keeper.exchange import ANSWERS, AskSeals, RemoteTier, Seals
+from everstep.keeper.exchange import ANSWERS, AnyAnswer, AskSeals, RemoteTier, Seals
 from everstep.keeper.note import FleetNote
 from everstep.keeper.peers import Peer
 from everstep.recover.shelf import Shelf
@@ -27,12 +27,7 @@ def _survey(run: str, note: FleetNote, at: int) -> Survey:
         try:
             answer = peer.ask(AskSeals()).answer
             assert isinstance(answer, Seals)
-            disk = RemoteTier(peer, "disk", Survives.REBOOT)
-            guests = RemoteTier(peer, "guests", Survives.PROCESS)
-            shelves = [
-                Shelf(disk, run, source="disk", node=member.node),
-                Shelf(guests, run, source="partner", node=member.node, commits=False),
-            ]
+            shelves = [remote_shelf(peer, run, source) for source in ("disk", "partner")]
             holdings: list[Holding] = [*answer.bases]
             records: list[Records] = [*answer.records]
             for shelf in shelves:
@@ -45,3 +40,11 @@ def _survey(run: str, note: FleetNote, at: int) -> Survey:
     return Survey(
         holdings=tuple(holdings), records=tuple(records), parities=parities, rejections=tuple(rejections)
     )  # fmt: skip
+
+
+def remote_shelf(peer: Peer[AnyAnswer], run: str, source: str) -> Shelf:
+    """What another node has on its disk, or holds for others."""
+    if source == "disk":
+        return Shelf(RemoteTier(peer, "disk", Survives.REBOOT), run, source="disk", node=peer.node)
+    guests = RemoteTier(peer, "guests", Survives.PROCESS)
+    return Shelf(guests, run, source="partner", node=peer.node, commits=False)
