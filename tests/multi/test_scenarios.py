@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed as dist
-from buckets import BUCKET, KEYS, Server, alone
+from buckets import BUCKET, Server, alone
 from cluster import STEPS, Cluster, die_at, results
 from doom import keeper_with
 from situation import flip, guests, refusal, step_files
@@ -27,6 +27,7 @@ from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 
 AT = 5
+WAYS = (Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "src")
 
 
 def told(cluster: Cluster) -> list[Rejected]:
@@ -128,14 +129,8 @@ def test_when_all_caches_are_gone_the_object_store_is_read(
     strategy: str, tmp_path: Path, undisturbed: Any, server: Server
 ) -> None:
     """In a process that has never used an object store: those that are forked from one cannot."""
-    folder = Path(__file__).parent
-    environment = {
-        **os.environ, **{f"AWS_{name.upper()}": value for name, value in KEYS.items()}, "AWS_ALLOW_HTTP": "true",
-        "AWS_ENDPOINT": f"http://127.0.0.1:{server.port}",
-        "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent, folder.parents[1] / "src"))),
-    }  # fmt: skip
     (tmp_path / strategy).mkdir()
-    job = alone(ON_AN_OBJECT_STORE, tmp_path / strategy, BUCKET, str(AT), strategy, env=environment)
+    job = alone(ON_AN_OBJECT_STORE, tmp_path / strategy, BUCKET, str(AT), strategy, env=server.environment(*WAYS))
     said, _ = job.communicate(timeout=200)
     assert said.split() == [str(AT), str(STEPS), undisturbed(1, 1)] * 2
     assert any(f"step-{STEPS:010d}.json" in key for key in server.objects(strategy))

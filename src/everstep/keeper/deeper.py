@@ -9,6 +9,7 @@ from everstep.keeper import flush
 from everstep.keeper.lane import HeldBase
 from everstep.keeper.protocol import Hello
 from everstep.keeper.sinking import Sinking
+from everstep.store.claim import sign
 from everstep.store.log import cut_after, strangers
 from everstep.store.manifest import (
     committed_steps,
@@ -38,8 +39,10 @@ class DeeperWork:
         self._has_begun = False
 
     def do(self, base: HeldBase) -> None:
-        if self._retires and not self._has_begun:
-            self._begin()
+        if not self._has_begun:
+            sign(self._tier, self._hello.run, self._emit)  # it may not have been there when the run began
+            if self._retires:
+                self._begin()
             self._has_begun = True
         self.records.hold(base.step)
         try:
