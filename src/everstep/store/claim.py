@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,12 +168,10 @@ def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> s
     if failure is not None:
         raise failure
     if problems:
-        raise TierFailed(errno.EIO, "it cannot be told whether this run has a past: " + "; ".join(problems))
+        raise _unknown_past(problems)
     name = _agree({place.nodes[rank]: one.name for rank, one in enumerate(told) if one.name}, told[0].deeper)
     if told[0].absent and not name:
-        raise TierFailed(
-            errno.EIO, f"it cannot be told whether this run has a past: {'; '.join(told[0].absent.values())}"
-        )
+        raise _unknown_past(told[0].absent.values())
     name = name or topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
     problem, failure = "", None
     try:
@@ -182,9 +180,7 @@ def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> s
             places.write()
         if place.rank == 0:
             for source, reason in mine.absent.items():
-                emit(
-                    Degraded(what=f"the run goes on without its {source} tier until that can be reached", reason=reason)
-                )
+                emit(Degraded(what=f"the run goes on without its {source} tier until that is back", reason=reason))
             for source, tier in places.deeper_tiers().items():
                 if source not in mine.absent:
                     sign(tier, name, emit)
@@ -198,6 +194,10 @@ def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> s
     if problems:
         raise TierFailed(errno.EIO, "the run cannot be written down: " + "; ".join(problems))
     return name
+
+
+def _unknown_past(problems: Iterable[str]) -> TierFailed:
+    return TierFailed(errno.EIO, "it cannot be told whether this run has a past: " + "; ".join(problems))
 
 
 class _Told(msgspec.Struct):
