@@ -12,7 +12,7 @@ from everstep.keeper.peers import Peer
 from everstep.recover.shelf import Shelf
 from everstep.types import Holding, Records, Rejection, Survey, Survives
 
-_PATIENCE_S = 3.0
+PATIENCE_S = 3.0
 
 
 def surveys(run: str, node: str, note: FleetNote) -> list[Survey]:
@@ -23,7 +23,7 @@ def surveys(run: str, node: str, note: FleetNote) -> list[Survey]:
 def _survey(run: str, note: FleetNote, at: int) -> Survey:
     member = note.members[at]
     rejections: list[Rejection] = []
-    with Peer(member.node, member.address, note.secret, ANSWERS, timeout_s=_PATIENCE_S) as peer:
+    with Peer(member.node, member.address, note.secret, ANSWERS, timeout_s=PATIENCE_S) as peer:
         try:
             answer = peer.ask(AskSeals()).answer
             assert isinstance(answer, Seals)
