@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -190,6 +190,27 @@ def test_a_tier_that_fails_is_told_of_once_holds_nothing_and_goes_on_behind_the_
         wait_until(lambda: node.there() == [6, 7])
         assert node.sinking.reach(0) == 0, "nothing leads over the gap"
         wait_until(lambda: node.sinking.reach(5) == 7)
+
+
+def test_records_that_got_there_though_the_answer_was_lost_are_not_written_twice(
+    node: Node, deeper: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep.keeper.sinking._REST_S", 0.05)
+    append = deeper.append
+
+    def lose_the_answer(name: str, parts: Sequence[memoryview]) -> None:
+        append(name, parts)
+        monkeypatch.setattr(deeper, "append", append)
+        raise TierFailed("nobody answers")
+
+    monkeypatch.setattr(deeper, "append", lose_the_answer)
+    node.write(0, 1, 3)
+    node.sinking.follow(0, oldest=0)
+    with node.at_work():
+        wait_until(lambda: node.told)
+        node.write(0, 4, 5)
+        wait_until(lambda: node.sinking.reach(0) == 5)
+    assert node.there() == [1, 2, 3, 4, 5]
 
 
 def test_what_another_life_left_beyond_a_step_is_found_and_removed_and_what_led_to_it_stays(deeper: Tier) -> None:

@@ -11,8 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import STEPS, die_at, results
+from doom import keeper_with
 
 from everstep import Shared
+from everstep.keeper import sinking
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_name, scan, segments, starts, strangers
 from everstep.store.manifest import committed_steps, run_name
@@ -40,7 +42,11 @@ def test_when_all_trainers_are_gone_keepers_bring_every_record_to_the_shared_tie
     nodes = cluster(1, 1, strategy="log", linger="1s")
     shared = DiskTier(nodes.root / "lustre")
     nodes.options["tiers"] = [Shared(str(shared.root), every="1h")]
-    nodes.live(die_at(6))
+
+    def slowly() -> None:
+        sinking._TICK_S = 3.0  # longer than they linger
+
+    nodes.live(die_at(6), prepare=keeper_with(slowly, *nodes.nodes))
     nodes.wait_for_keepers()
     nodes.lose(*nodes.nodes)
     assert committed_steps(shared)[-1] < 6
