@@ -166,6 +166,17 @@ def test_the_disk_keeps_what_is_still_to_be_taken(node: Node) -> None:
     assert starts(node.disk, 0) == [6] and node.there() == [4, 5, 6, 7, 8, 9]
 
 
+def test_a_tier_that_does_not_catch_up_is_not_waited_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.is_urgent = False
+    node.sinking.hold(0)
+    for start in (0, 3, 6):
+        node.write(start, start + 1, start + 3)
+    assert node.sinking.pinned() == 0
+    monkeypatch.setattr("everstep.keeper.sinking._BEHIND_S", 0.0)
+    node.logbook.forget(6)
+    assert starts(node.disk, 0) == [6]
+
+
 def test_a_tier_that_fails_is_told_of_once_holds_nothing_and_goes_on_behind_the_gap(
     node: Node, deeper: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

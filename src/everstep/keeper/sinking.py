@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import xxhash
 
 from everstep.cadence import Every
-from everstep.errors import Damaged, EverstepError
+from everstep.errors import Damaged
 from everstep.events import Degraded, Sink
 from everstep.keeper.book import Book, forget, grouped
 from everstep.keeper.logbook import Logbook
@@ -32,7 +32,8 @@ _TICK_S = 0.02
 _REST_S = 2.0  # after a failure
 _GROUPS = 10  # of records, for every base
 _SHARE = 0.1  # of its time, that this takes at most
-_BEHIND_S = 900.0  # a tier that has not caught up for so long is not waited for
+_LONGEST_S = 900.0  # between two groups, if a base goes there less often than that,
+_BEHIND_S = 2 * _LONGEST_S  # and until a tier that has not caught up is not waited for
 
 
 class Sinking:
@@ -50,6 +51,7 @@ class Sinking:
         self._took_s = 0.0
         self._retry_at = 0.0
         self._is_lost = False
+        self._ending = threading.Event()
 
     # -- the lane's thread
 
@@ -75,6 +77,7 @@ class Sinking:
     # -- its own thread
 
     def work(self, ending: threading.Event) -> None:
+        self._ending = ending
         while not ending.wait(_TICK_S):
             if self._base != NONE and time.monotonic() >= self._retry_at and self._is_due():
                 self._try()
@@ -82,11 +85,12 @@ class Sinking:
     def _is_due(self) -> bool:
         if self._is_urgent():
             return True
-        if time.monotonic() - self._took_at < self._took_s / _SHARE:
+        rested_s = time.monotonic() - self._took_at
+        if rested_s < self._took_s / _SHARE:
             return False
         if self._every.seconds is not None:
-            return time.monotonic() - self._took_at >= self._every.seconds / _GROUPS
-        return self._behind() >= max(1, (self._every.steps or 1) // _GROUPS)
+            return rested_s >= min(self._every.seconds / _GROUPS, _LONGEST_S)
+        return rested_s >= _LONGEST_S or self._behind() >= max(1, (self._every.steps or 1) // _GROUPS)
 
     def _behind(self) -> int:
         """How many steps the disk has that are not there yet."""
@@ -102,7 +106,7 @@ class Sinking:
             with self._lock:
                 for rank in self._hello.local_ranks:
                     self._take(rank)
-        except (EverstepError, OSError) as error:
+        except Exception as error:  # whatever it is: it is tried again, and nobody is left in the dark
             if not self._is_lost:
                 self._emit(Degraded(what=f"records do not get to {self._tier.name}", reason=str(error)))
             self._books.clear()  # what is there is looked at again
@@ -111,8 +115,7 @@ class Sinking:
         self._is_lost, self._took_at, self._took_s = False, time.monotonic(), time.monotonic() - began
         if self._behind() <= 0:
             self._even_at = time.monotonic()
-        is_late = time.monotonic() - self._even_at > _BEHIND_S
-        self._pinned = None if is_late else min(self._last(rank) for rank in self._hello.local_ranks)
+        self._pinned = min(self._last(rank) for rank in self._hello.local_ranks)
 
     def _take(self, rank: int) -> None:
         if self._disk.last(rank) <= self._last(rank):
@@ -124,6 +127,8 @@ class Sinking:
             after = book.last if book.last >= 0 else self._base
             assert log.layout is not None
             for group in grouped((r for r in log.records if r.frame.step > after), lambda record: record.length):
+                if self._ending.is_set():
+                    return
                 book.write(log.layout.header, log.layout.digest, [self._read(log, one) for one in group])
 
     def _written(self, rank: int, after: int) -> Iterator[LogRead]:
@@ -151,8 +156,9 @@ class Sinking:
     # -- whoever asks
 
     def pinned(self) -> int | None:
-        """The step up to which records are there; those after it are still to be taken from the disk."""
-        return self._pinned
+        """The step up to which records are there, if those after it are still to be taken from the disk."""
+        has_all = self._base != NONE and self._behind() <= 0
+        return None if has_all or time.monotonic() - self._even_at > _BEHIND_S else self._pinned
 
     def reach(self, base: int) -> int:
         """The newest step that records there lead to from a base that is there."""
