@@ -22,8 +22,9 @@ from everstep.errors import (
     NothingToRestore,
     RunHeld,
 )
+from everstep.events import read_events
 from everstep.keeper import flush
-from everstep.keeper.client import keeper_pid, replica_of
+from everstep.keeper.client import keeper_pid, levels_of, replica_of
 from everstep.keeper.note import read_note
 from everstep.recover.audit import (
     Check,
@@ -56,6 +57,7 @@ from everstep.recover.reach import (
 from everstep.recover.records import Entry, entries
 from everstep.recover.shelf import Shelf
 from everstep.recover.survey import Sources
+from everstep.recover.times import Times, measure, times
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
 from everstep.store.manifest import RUN_RECORD, committed_steps, partial_steps, read_commit, read_part, run_name
@@ -132,6 +134,10 @@ class Archive:
                 if name not in known:
                     raise BadConfig(f"lost takes {', '.join(sorted(known))}, not {name!r}")
             return sound_plan(sources, take_away(survey, lost))
+
+    def times(self, plan: Plan) -> Times:
+        """About how long a plan would take, at the rates that were measured on this node; None where none was."""
+        return times(plan, measure(read_events(self.directory)))
 
     def log(self, step: int | None = None) -> tuple[list[Entry], list[str]]:
         """Every record, or those of one step, and why there are no more of them where that is not the end."""
@@ -279,6 +285,7 @@ class Archive:
                 "step": max([k.step for k in kept] + ([live.step] if live else []), default=0),
                 "sealed_step": newest_in(survey, "memory"),
                 "durable_step": max(restorable(only(survey, "disk")), default=None),
+                **self._levels(survey),
                 "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
                 "replica": replica_of(self.run),
                 "ring": _ring_state(sources.rings),
@@ -290,6 +297,19 @@ class Archive:
                     time.time() if pids else None,
                 ),
             }  # fmt: skip
+
+    def _levels(self, survey: Survey) -> dict[str, Any]:
+        """Beyond this node: as its keeper says, and without one what the deeper tiers themselves show."""
+        told = levels_of(self.run)
+        places = {"shared": self._places.shared, "objects": self._places.objects}
+        deeper = [max(restorable(only(survey, source)), default=None) for source, place in places.items() if place]
+        there = [step for step in deeper if step is not None]
+        return {
+            "protected_step": told.protected if told is not None and told.protected >= 0 else None,
+            "shared_step": min(there) if there and len(there) == len(deeper) else None,
+            "flushes": told.flushes if told is not None else (),
+            "silent_nodes": told.silent if told is not None else (),
+        }
 
     # -- letting go
 

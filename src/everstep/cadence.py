@@ -1,4 +1,4 @@
-"""How often: every so many steps, or every so many seconds."""
+"""How often: every so many steps, or every so many seconds; and how fast: so many bytes a second."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from everstep.errors import BadConfig
 
+_RATES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -16,6 +17,14 @@ def seconds(text: str, *, name: str) -> float:
     if not match or float(match[1]) <= 0:
         raise BadConfig(f"{name} must be a positive duration such as '30s', '5m' or '2h', not {text!r}")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def bytes_per_s(text: object, *, name: str) -> float:
+    """'500MB/s', '1.5 GB/s' as bytes a second; the units are decimal."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|kB|KB|MB|GB)/s\s*", text) if isinstance(text, str) else None
+    if not match or float(match[1]) <= 0:
+        raise BadConfig(f"{name} must be a rate such as '500MB/s', '800KB/s' or '1.5GB/s', not {text!r}")
+    return float(match[1]) * _RATES[match[2]]
 
 
 @dataclass(frozen=True, slots=True)

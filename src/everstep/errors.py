@@ -174,7 +174,7 @@ class PeerLost(EverstepError, ConnectionError):
         self.node, self.address, self.asked, self.reason = node, address, asked, reason
         super().__init__(
             f"the keeper of {node} at {address} is lost ({asked}: {reason}). "
-            "Is it alive, reachable from here, and of the same run?"
+            "Is it alive, reachable from here, of the same run, and with the same encrypt=?"
         )
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.types import Source
+
 _REMEMBERED = 1000
 
 
@@ -129,11 +131,39 @@ class Protected(Event, frozen=True, kw_only=True):
     step: int
 
 
+class Brought(Event, frozen=True, kw_only=True):
+    """This node's part of a base is beyond it, and what that took."""
+
+    step: int
+    tier: Source
+    bytes: int  # that were moved for it
+    seconds: float
+
+
+class Fetched(Event, frozen=True, kw_only=True):
+    """What a rank read, checked and passed on of a base at recovery, and what that took."""
+
+    rank: int
+    source: Source
+    bytes: int
+    seconds: float
+
+
 class Sank(Event, frozen=True, kw_only=True):
     """A base is committed on a deeper tier."""
 
     step: int
     tier: str
+
+
+class FlushCancelled(Event, frozen=True, kw_only=True):
+    """A base stopped on its way to a deeper tier. Parts of it that are whole stay until a newer one is committed."""
+
+    step: int
+    tier: str
+    bytes: int  # so far,
+    of_bytes: int  # of so many of this node's
+    reason: str
 
 
 class Joined(Event, frozen=True, kw_only=True):
@@ -262,7 +292,10 @@ AnyEvent = (
     | Skipped
     | Persisted
     | Protected
+    | Brought
+    | Fetched
     | Sank
+    | FlushCancelled
     | Joined
     | Degraded
     | KeeperStarted

@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from everstep.errors import Damaged, NewerFormat
-from everstep.types import ImageInfo, Piece
+from everstep.types import ImageInfo, Piece, learnt
 
 FORMAT = 1
 BLOCK = 4096
@@ -51,12 +51,14 @@ class _Box(msgspec.Struct, frozen=True, gc=False):
     start: tuple[int, ...]
 
 
+@learnt
 class _Meta(msgspec.Struct, frozen=True, kw_only=True):
     info: ImageInfo
     boxes: dict[str, _Box]
     private: frozenset[str]
 
 
+@learnt
 class _Tensor(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: tuple[int, ...]

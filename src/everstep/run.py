@@ -31,7 +31,7 @@ from everstep.capture.steering import followed
 from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
 from everstep.errors import BadConfig, EverstepError, Restart
 from everstep.events import Degraded, EventLog, Finished, Halted, Started, Stopping
-from everstep.keeper.arrival import arrive, check
+from everstep.keeper.arrival import arrive, check, check_level
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.keeper.keeping import Keeping
 from everstep.keeper.protocol import runtime_folder
@@ -334,15 +334,15 @@ class Run:
         captured = self._keeping.kept_step
         if wanted is Level.SEALED or captured is None:
             return True
-        self._check_level(wanted)
+        check_level(wanted, self.settings, self._place)
         return self._keeper.wait_for(wanted, captured, timeout)
 
-    def _check_level(self, wanted: Level) -> None:
-        tiers = self.settings.tiers
-        if wanted is Level.SHARED and not tiers.deeper:
-            raise BadConfig("nothing is ever 'shared' without tiers=[Shared(...)] or tiers=[Objects(...)]")
-        if wanted is Level.PROTECTED and (tiers.protection is None or not self._place.has_many_nodes):
-            raise BadConfig("nothing is ever 'protected' without several nodes and tiers=[Partner()] or [Parity(...)]")
+    def cancel(self, level: str = "shared") -> None:
+        """Stop what is on its way to deeper tiers, on all nodes; a newer step goes when it is due or waited for."""
+        if Level.named(level) is not Level.SHARED:
+            raise BadConfig(f"only what is on its way to 'shared' can be cancelled, not {level!r}")
+        check_level(Level.SHARED, self.settings, self._place)
+        self._keeper.cancel()
 
     def should_exit(self) -> bool:
         """Whether the step that is under way, or has just been made, is the last: the same on all ranks at a step.
@@ -361,7 +361,7 @@ class Run:
             "step": self.step,
             "epoch": self.epoch,
             "resumed_from": self.resumed_from,
-            "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
+            **self._keeper.levels(),
             **self._keeping.status(),
             "replica": self._keeper.replica_status(self.step),
             "trouble": self._keeper.trouble,
@@ -436,6 +436,7 @@ class Run:
             print(f"everstep: halted {self._signals.halt}: step {self.step} is kept", file=sys.stderr, flush=True)
             raise SystemExit(0)
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
+        self._keeper.cancel()  # older steps make way for this one, which the keeper brings deeper when we are gone
         self._capture.wait_sealed()
         try:
             self._keeper.wait_durable(self.step, None)

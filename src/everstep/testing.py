@@ -36,6 +36,7 @@ def check_tier(make: Maker, *, walk: bool = True) -> None:
         _a_blob_comes_back_as_it_was,
         _checksums_are_those_of_the_chunks,
         _a_name_never_changes_its_content,
+        _a_put_that_is_called_off_leaves_nothing,
         _what_is_not_there_says_so,
         _listing_and_deleting_agree,
         _names_cannot_climb_out,
@@ -92,6 +93,30 @@ def _a_name_never_changes_its_content(make: Maker, folder: Path) -> None:
         assert tier.get("once") == _blob(10), "a refused put changed the content"
         return
     raise AssertionError("a second put under the same name was not refused")
+
+
+def _a_put_that_is_called_off_leaves_nothing(make: Maker, folder: Path) -> None:
+    tier, data = make(folder), _blob(3 * CHUNK_BYTES + 5)
+    passed: list[int] = []
+    tier.put("step/whole", data, passed.append)
+    assert sorted(passed) == [5, *[CHUNK_BYTES] * 3], "a put did not ask for every chunk"
+
+    class CalledOff(Exception):
+        pass
+
+    def passing(size_bytes: int) -> None:
+        passed.append(size_bytes)
+        if len(passed) == 6:
+            raise CalledOff
+
+    try:
+        tier.put("step/blob", data, passing)
+    except CalledOff:
+        assert tier.names("step") == ["step/whole"], "a put that was called off is listed"
+        tier.put("step/blob", data)
+        assert tier.get("step/blob") == data, "what was called off is in the way of the next put"
+        return
+    raise AssertionError("a put went on though it was called off")
 
 
 def _what_is_not_there_says_so(make: Maker, folder: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from everstep.cadence import Every
+from everstep.cadence import Every, bytes_per_s
 from everstep.errors import BadConfig
 
 FILE = "everstep.toml"
@@ -61,17 +61,21 @@ class Disk:
 class Partner:
     """Copies of what a node holds in the memory of `copies` other nodes, of other failure domains.
 
-    `every`: of how many steps one is copied at most; a slow network takes fewer by itself.
+    `every`: of how many steps one is copied at most; a slow network takes fewer by itself. `rate`: how fast a node
+    sends at most, such as "500MB/s". `encrypt`: nobody on the network can read what nodes tell each other.
     """
 
     copies: int = 1
     every: int = 1
+    rate: str | None = None
+    encrypt: bool = False
 
     def __post_init__(self) -> None:
         if _whole(self.copies, "Partner(copies=)") < 1:
             raise BadConfig(f"Partner(copies=) must be at least 1, not {self.copies}")
         if _whole(self.every, "Partner(every=)") < 1:
             raise BadConfig(f"Partner(every=) must be at least 1, not {self.every}")
+        _check_traffic(self)
 
     @property
     def covers(self) -> int:
@@ -83,13 +87,16 @@ class Partner:
 class Parity:
     """Parity over groups of about `group` nodes: any `losses` of a group can be rebuilt from the others.
 
-    `kind`: "xor" for one loss, "rs" (Reed-Solomon) for several.
+    `kind`: "xor" for one loss, "rs" (Reed-Solomon) for several. `rate`: how fast a node reads from the others at most,
+    such as "500MB/s". `encrypt`: nobody on the network can read what nodes tell each other.
     """
 
     kind: ParityKind = "xor"
     group: int = field(default=8, kw_only=True)
     losses: int | None = field(default=None, kw_only=True)
     every: int = field(default=1, kw_only=True)
+    rate: str | None = field(default=None, kw_only=True)
+    encrypt: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ParityKind):
@@ -103,6 +110,7 @@ class Parity:
             raise BadConfig(f"Parity(group={self.group}) must be more than its {losses} losses")
         if _whole(self.every, "Parity(every=)") < 1:
             raise BadConfig(f"Parity(every=) must be at least 1, not {self.every}")
+        _check_traffic(self)
 
     @property
     def covers(self) -> int:
@@ -116,12 +124,14 @@ class Parity:
 class Shared:
     """A file system that all nodes see, as a deeper tier. `every`: how often, in steps or as a duration.
 
-    `keep`: how many checkpoints stay there, or "all"; by default as many as on the disks.
+    `keep`: how many checkpoints stay there, or "all"; by default as many as on the disks. `rate`: how fast each node
+    writes there at most, such as "500MB/s".
     """
 
     path: str
     every: int | str = field(default="15m", kw_only=True)
     keep: int | Literal["all"] | None = field(default=None, kw_only=True)
+    rate: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -129,6 +139,7 @@ class Shared:
         if self.keep not in (None, "all") and _whole(self.keep, "Shared(keep=)") < 1:
             raise BadConfig(f"Shared(keep=) must be at least 1, or 'all', not {self.keep!r}")
         _check_every(self)
+        rate_of(self)
 
     @property
     def cadence(self) -> Every:
@@ -137,21 +148,27 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """An object store as the deepest tier: s3://, gs:// or az://. `every`: how often, in steps or as a duration."""
+    """An object store as the deepest tier: s3://, gs:// or az://. `every`: how often, in steps or as a duration.
+
+    `rate`: how fast each node sends at most, such as "500MB/s".
+    """
 
     url: str
     every: int | str = field(default="1h", kw_only=True)
+    rate: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or "://" not in self.url:
             raise BadConfig(f"Objects takes a URL such as 's3://bucket/prefix', not {self.url!r}")
         _check_every(self)
+        rate_of(self)
 
     @property
     def cadence(self) -> Every:
         return Every.parse(self.every, name="Objects(every=)")
 
 
+Protection = Partner | Parity
 Tier = Memory | Disk | Partner | Parity | Shared | Objects
 Deeper = Shared | Objects
 _KINDS: dict[str, type[Tier]] = {kind.__name__: kind for kind in get_args(Tier)}
@@ -163,7 +180,7 @@ class Tiers:
 
     memory: Memory = field(default_factory=Memory)
     disk: Disk = field(default_factory=Disk)
-    protection: Partner | Parity | None = None
+    protection: Protection | None = None
     shared: Shared | None = None
     objects: Objects | None = None
 
@@ -171,6 +188,11 @@ class Tiers:
         """As `parse` reads it."""
         chosen = (self.memory, self.disk, self.protection, self.shared, self.objects)
         return ", ".join(repr(tier) for tier in chosen if tier is not None)
+
+    @property
+    def encrypt(self) -> bool:
+        """Whether nodes encrypt what they tell each other."""
+        return self.protection is not None and self.protection.encrypt
 
     @property
     def deeper(self) -> tuple[Deeper, ...]:
@@ -195,7 +217,7 @@ def gather(tiers: Sequence[Tier], where: str = "tiers") -> Tiers:
     for tier in tiers:
         if not isinstance(tier, Tier):
             raise BadConfig(f"{where} takes {', '.join(f'{name}(...)' for name in _KINDS)}, not {tier!r}")
-        place = "protection" if isinstance(tier, Partner | Parity) else type(tier).__name__.lower()
+        place = "protection" if isinstance(tier, Protection) else tier_name(tier)
         if place in found:
             raise BadConfig(f"{where} has {found[place]!r} and {tier!r}: one of them is enough")
         found[place] = tier
@@ -274,6 +296,22 @@ def _whole(value: object, name: str) -> int:
 def _check_path(tier: Memory | Disk) -> None:
     if tier.path is not None and (not isinstance(tier.path, str) or not tier.path):
         raise BadConfig(f"{type(tier).__name__}(path=) must be a path, not {tier.path!r}")
+
+
+def _check_traffic(tier: Protection) -> None:
+    rate_of(tier)
+    if not isinstance(tier.encrypt, bool):
+        raise BadConfig(f"{type(tier).__name__}(encrypt=) must be true or false, not {tier.encrypt!r}")
+
+
+def tier_name(tier: Tier) -> str:
+    """As lanes, events and files call it."""
+    return type(tier).__name__.lower()
+
+
+def rate_of(tier: Protection | Deeper) -> float | None:
+    """Bytes a second; None: no limit."""
+    return None if tier.rate is None else bytes_per_s(tier.rate, name=f"{type(tier).__name__}(rate=)")
 
 
 def _check_every(tier: Disk | Shared | Objects) -> None:

@@ -6,9 +6,18 @@ Each is frozen, and each that reaches a medium is a msgspec struct, so that its 
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
+
+AnyType = TypeVar("AnyType", bound=type[msgspec.Struct])
+
+
+def learnt(kind: AnyType) -> AnyType:
+    """Let msgspec look at a type now. It does so when it first decodes one, and two threads in that moment crash it."""
+    msgspec.json.Decoder(kind)
+    return kind
+
 
 # What a record may claim: these become names of files and directories, so nothing else is believed.
 RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -355,3 +364,7 @@ class Exposure(Noun, frozen=True, kw_only=True):
     restored_from: str
     steps: int
     seconds: float | None  # None: all that was ever spent
+
+
+for _noun in [one for one in vars().values() if isinstance(one, type) and issubclass(one, msgspec.Struct)]:
+    learnt(_noun)

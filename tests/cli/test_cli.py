@@ -163,7 +163,7 @@ def test_verify_reads_everything_and_finds_it_sound(cli: Cli, finished: Path, ki
 
 def test_plan_says_what_a_restart_would_do(cli: Cli, killed: Path) -> None:
     plan = cli("plan", killed, "--json").json
-    assert set(plan) == {"step", "world", "parts", "rejections", "records", "values", "parities", "base"}
+    assert set(plan) == {"step", "world", "parts", "rejections", "records", "values", "parities", "base", "times"}
     assert (plan["step"], plan["world"], plan["rejections"]) == (5, 1, [])
     assert set(plan["parts"][0]) == {
         "source", "node", "step", "rank", "world", "generation", "bytes", "cut_time", "checked", "replica",
@@ -185,8 +185,9 @@ def test_status_of_a_dead_run(cli: Cli, killed: Path) -> None:
     status = cli("status", killed, "--json").json
     assert set(status) == {
         "run", "directory", "alive", "trainers", "keeper", "step", "sealed_step", "durable_step", "arena_bytes",
-        "ring", "exposure", "replica",
+        "ring", "exposure", "replica", "protected_step", "shared_step", "flushes", "silent_nodes",
     }  # fmt: skip
+    assert (status["protected_step"], status["shared_step"], status["flushes"]) == (None, None, [])
     assert (status["alive"], status["trainers"], status["keeper"]) == (False, [], None)
     assert (status["step"], status["sealed_step"], status["durable_step"]) == (5, 5, 3)
     assert [(e["event"], e["restored_from"], e["steps"]) for e in status["exposure"]] == [

@@ -8,13 +8,19 @@ import pytest
 
 from everstep import Disk, Memory, Objects, Parity, Partner, Shared
 from everstep.errors import BadConfig
-from everstep.tiers import Tier, Tiers, choose, gather, parse, read
+from everstep.tiers import Tier, Tiers, choose, gather, parse, rate_of, read
 
 SAME: list[tuple[list[Tier], str, str]] = [
     ([], "", ""),
     ([Partner()], "Partner()", "[partner]"),
     ([Partner()], "Partner", "[partner]"),
     ([Partner(copies=2, every=5)], "Partner(copies=2, every=5)", "[partner]\ncopies = 2\nevery = 5"),
+    ([Partner(rate="500MB/s", encrypt=True)], "Partner(rate='500MB/s', encrypt=True)",
+     "[partner]\nrate = '500MB/s'\nencrypt = true"),
+    ([Parity(rate="1.5 GB/s"), Shared("/l", rate="80KB/s"), Objects("s3://b/r", rate="1 kB/s")],
+     "Parity(rate='1.5 GB/s'), Shared('/l', rate='80KB/s'), Objects('s3://b/r', rate='1 kB/s')",
+     "[parity]\nrate = '1.5 GB/s'\n[shared]\npath = '/l'\nrate = '80KB/s'\n"
+     "[objects]\nurl = 's3://b/r'\nrate = '1 kB/s'"),
     ([Parity("rs", group=6, losses=2)], "Parity('rs', group=6, losses=2)",
      "[parity]\nkind = 'rs'\ngroup = 6\nlosses = 2"),
     ([Memory(path="/mnt/pmem", slots=4)], "Memory(path='/mnt/pmem', slots=4)",
@@ -54,7 +60,7 @@ def test_what_is_given_comes_before_the_environment_and_that_before_the_file(fil
 
 WRONG = [  # as words, as a file, and what is said of both
     ("Lustre()", "[lustre]", "there is no tier 'Lustre'; there are Memory, Disk, Partner, Parity, Shared, Objects"),
-    ("Partner(copys=2)", "[partner]\ncopys = 2", "Partner has no 'copys'; it has copies, every"),
+    ("Partner(copys=2)", "[partner]\ncopys = 2", "Partner has no 'copys'; it has copies, every, rate, encrypt"),
     ("Partner(copies=0)", "[partner]\ncopies = 0", "Partner(copies=) must be at least 1, not 0"),
     ("Partner(copies='2')", "[partner]\ncopies = '2'", "Partner(copies=) must be a whole number, not '2'"),
     ("Partner(every='5s')", "[partner]\nevery = '5s'", "Partner(every=) must be a whole number, not '5s'"),
@@ -73,8 +79,15 @@ WRONG = [  # as words, as a file, and what is said of both
     ("Shared(path=7)", "[shared]\npath = 7", "Shared takes a path, not 7"),
     ("Shared('/l', every=True)", "[shared]\npath = '/l'\nevery = true",
      "Shared(every=) must be a number of steps from 1, or a duration such as '30s', not True"),
+    ("Partner(encrypt='yes')", "[partner]\nencrypt = 'yes'", "Partner(encrypt=) must be true or false, not 'yes'"),
+    ("Parity(encrypt=1)", "[parity]\nencrypt = 1", "Parity(encrypt=) must be true or false, not 1"),
+    *((f"{tier}(rate={rate!r})", f"[{tier.lower()}]\nrate = {rate!r}",
+       f"{tier}(rate=) must be a rate such as '500MB/s', '800KB/s' or '1.5GB/s', not {rate!r}")
+      for tier, rate in (("Partner", "fast"), ("Partner", "500Mb/s"), ("Parity", "0MB/s"), ("Partner", 500))),
+    ("Shared('/l', rate='5MB')", "[shared]\npath = '/l'\nrate = '5MB'", "Shared(rate=) must be a rate such as "),
+    ("Objects('s3://b', rate='-1GB/s')", "[objects]\nurl = 's3://b'\nrate = '-1GB/s'", "Objects(rate=) must be"),
     ("Objects('/l')", "[objects]\nurl = '/l'", "Objects takes a URL such as 's3://bucket/prefix', not '/l'"),
-    ("Partner(), Parity()", "[partner]\n[parity]", " has Partner(copies=1, every=1) and Parity("),
+    ("Partner(), Parity()", "[partner]\n[parity]", " has Partner(copies=1, every=1, rate=None, "),
 ]  # fmt: skip
 
 
@@ -104,7 +117,7 @@ def test_wrong_tiers_are_named_with_their_place_and_what_would_be_right(
         ("Partner()]+[Partner()", "is no tier; write for example Partner()"),
         ("Shared(/lustre)", "cannot be read: "),
         ("Shared(lustre)", "--tiers: lustre is neither a number nor a text; quote it: 'lustre'"),
-        ("Shared('/l', 3)", "--tiers: Shared takes path, every, keep, each by its name but for the first"),
+        ("Shared('/l', 3)", "--tiers: Shared takes path, every, keep, rate, each by its name but for the first"),
     ],
 )
 def test_words_that_are_no_tiers_are_never_run(words: str, said: str) -> None:
@@ -120,3 +133,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / "bad.toml").write_text(text)
         with pytest.raises(BadConfig, match=rf"bad\.toml: {said}"):
             read(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("Partner()", None), ("Partner(rate='500MB/s')", 5e8), ("Parity(rate='1.5 GB/s')", 1.5e9),
+     ("Shared('/l', rate='80KB/s')", 8e4), ("Objects('s3://b', rate='7B/s')", 7.0)],
+)  # fmt: skip
+def test_rates_are_decimal(words: str, expected: float | None) -> None:
+    (tier,) = parse(words, "--tiers")
+    assert isinstance(tier, Partner | Parity | Shared | Objects) and rate_of(tier) == expected

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -806,8 +807,21 @@ def test_what_is_received_counts_too(encrypt: bool) -> None:
     with node(encrypt=encrypt) as to, peer_of(to, limiter=Limiter(4.0 * MIB)) as peer:
         began = time.monotonic()
         for _ in range(5):
-            peer.ask(Get(seed=1, size=MIB))
+            peer.ask(Get(seed=1, size=MIB), into=memoryview(bytearray(MIB)))
         assert time.monotonic() - began >= 0.9
+
+
+def test_small_talk_is_not_delayed_by_what_waits_for_its_turn_and_closing_ends_the_waiting() -> None:
+    with node() as to, ThreadPoolExecutor(4) as pool:
+        peer, chunk = peer_of(to, limiter=Limiter(0.01 * MIB)), memoryview(bytes(MIB))
+        waiting = [pool.submit(peer.ask, Put(), [chunk]) for _ in range(4)]
+        time.sleep(0.2)
+        began = time.monotonic()
+        assert peer.ask(Echo(text="halt")).answer.text == "halt"
+        peer.close()
+        lost = [one.exception(timeout=60) for one in waiting]
+        assert time.monotonic() - began < 20.0, "at this rate a chunk takes more than a minute"
+        assert sum(isinstance(one, PeerLost) for one in lost) == 3, "all but the first"
 
 
 def test_a_limiter_is_arithmetic_on_its_clock() -> None:

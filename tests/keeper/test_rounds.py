@@ -24,13 +24,18 @@ class Node:
     done: int = NONE
     missed: int = NONE
     wanted: int = NONE
+    cancels: int = 0
     order: Order = field(default_factory=Order)
     parts: set[int] = field(default_factory=set)  # all that it ever did
 
     def report(self) -> Report:
         return Report(
             node=self.name, generation=LIFE, newest=self.newest, wanted={LANE: self.wanted},
-            lanes={LANE: Lane(done=self.done, missed=self.missed, reach=self.done, seconds=0.1)},
+            lanes={
+                LANE: Lane(
+                    done=self.done, missed=self.missed, reach=self.done, seconds=0.1, cancels=self.cancels
+                )
+            },
         )  # fmt: skip
 
     def hear(self, orders: Orders) -> None:
@@ -50,6 +55,7 @@ class Node:
     def restart(self) -> None:
         """Its keeper was killed: another knows nothing of what was done, but what was done is there."""
         self.done = self.missed = NONE
+        self.cancels = 0
         self.order = Order()
 
 
@@ -96,6 +102,8 @@ class Game:
                 node.miss()
             case "want":
                 node.wanted = max(node.wanted, node.newest)
+            case "cancel":
+                node.cancels += 1
             case "send":
                 self.sent.append(node.report())
             case "meet":
@@ -129,8 +137,8 @@ class Game:
 
 
 MOVES = [
-    *["train", "meet", "work"] * 4, "miss", "want", "send", "arrive", "arrive again", "lose", "answer", "restart",
-    "restart the first",
+    *["train", "meet", "work"] * 4, "miss", "want", "cancel", "send", "arrive", "arrive again", "lose", "answer",
+    "restart", "restart the first",
 ]  # fmt: skip
 moves = st.integers(0, 1 << 30).map(
     lambda seed: [(dice.choice(MOVES), dice.randrange(50)) for dice in [Random(seed)] for _ in range(150)]
@@ -195,3 +203,48 @@ def test_a_node_that_is_silent_is_named_and_nothing_is_appointed_without_it() ->
     assert orders.silent == ("n1",) and orders.lanes[LANE].step == NONE
     orders = rounds.hear(Report(node="n1", generation=LIFE, newest=2, lanes={LANE: Lane()}), 1.1)
     assert orders.silent == () and orders.lanes[LANE].step == 3 + AHEAD
+
+
+def test_what_is_called_off_is_not_appointed_again_until_it_is_due_or_somebody_waits() -> None:
+    rounds = Rounds(["n0", "n1"], {LANE: Every(seconds=60.0)}, LIFE, 0.1)
+
+    def hear(now: float, *, newest: int, cancels: int = 0, wanted: int = NONE, done: int = NONE) -> Order:
+        lanes = {LANE: Lane(done=done, cancels=cancels)}
+        for node in ("n0", "n1"):
+            report = Report(node=node, generation=LIFE, newest=newest, wanted={LANE: wanted}, lanes=lanes)
+            orders = rounds.hear(report, now)
+        return orders.lanes[LANE]
+
+    assert hear(0.0, newest=3).step == 5, "appointed"
+    assert hear(1.0, newest=4, cancels=1).step == 5, "what is not under way cannot be called off"
+    assert hear(2.0, newest=5, cancels=1).step == 5
+    assert hear(3.0, newest=5, cancels=2).step == NONE, "called off"
+    assert hear(10.0, newest=5, cancels=2).step == NONE, "also while training stands still"
+    assert hear(11.0, newest=9, cancels=2).step == NONE, "it is not due yet"
+    assert hear(64.0, newest=20, cancels=2).step > 20
+    assert hear(65.0, newest=22, cancels=3).step == NONE
+    assert hear(66.0, newest=22, cancels=3, wanted=22).step == 22, "somebody waits for it"
+    assert hear(67.0, newest=22, cancels=3, wanted=22, done=22).complete == 22
+
+
+def test_with_a_cadence_of_steps_what_is_called_off_is_followed_by_the_next_multiple() -> None:
+    rounds = Rounds(["n0"], {LANE: Every(steps=10)}, LIFE, 0.1)
+
+    def hear(now: float, newest: int, cancels: int) -> int:
+        lanes = {LANE: Lane(cancels=cancels)}
+        orders = rounds.hear(Report(node="n0", generation=LIFE, newest=newest, lanes=lanes), now)
+        return orders.lanes[LANE].step
+
+    assert hear(0.0, 8, 0) == 10
+    assert hear(1.0, 12, 0) == 10 and hear(2.0, 12, 1) == 20
+    assert hear(9.0, 12, 1) == 20, "also while training stands still"
+
+
+def test_a_node_that_was_heard_of_long_ago_is_named_too() -> None:
+    rounds = Rounds(["n0", "n1"], {LANE: Every(steps=1)}, LIFE, 0.1)
+    for node in ("n0", "n1"):
+        orders = rounds.hear(Report(node=node, generation=LIFE, newest=1), 0.0)
+    assert orders.silent == ()
+    assert rounds.hear(Report(node="n0", generation=LIFE, newest=1), 1.0).silent == ()
+    assert rounds.hear(Report(node="n0", generation=LIFE, newest=1), 60.0).silent == ("n1",)
+    assert rounds.hear(Report(node="n1", generation=LIFE, newest=1), 61.0).silent == ()

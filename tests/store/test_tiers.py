@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from everstep.errors import NotEnoughSpace, TierFailed
+from everstep.errors import EverstepError, NotEnoughSpace, TierFailed
+from everstep.image import CHUNK_BYTES
 from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
+from everstep.store.tier import Passing, freely
 from everstep.testing import check_tier
 
 
@@ -25,12 +27,34 @@ def test_a_tier_keeps_its_promises_when_killed_before_every_operation(tier: type
 class RenamesTooEarly(DiskTier):
     """A tier that publishes before it has written: what the suite must notice."""
 
-    def put(self, name: str, data: memoryview) -> tuple[int, ...]:
+    def put(self, name: str, data: memoryview, passing: Passing = freely) -> tuple[int, ...]:
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             raise FileExistsError(name)
-        return self._write(path, data)
+        try:
+            return self._write(path, data, passing)
+        except Exception:
+            path.unlink()
+            raise
+
+
+class KeepsWhatWasCalledOff(DiskTier):
+    """A tier that publishes as much as it has when a put is called off: what the suite must notice."""
+
+    def put(self, name: str, data: memoryview, passing: Passing = freely) -> tuple[int, ...]:
+        try:
+            return super().put(name, data, passing)
+        except (FileExistsError, EverstepError):
+            raise
+        except Exception:
+            super().put(name, data[:CHUNK_BYTES])
+            raise
+
+
+def test_the_suite_notices_a_tier_that_keeps_what_was_called_off() -> None:
+    with pytest.raises(AssertionError, match="a put that was called off is listed"):
+        check_tier(KeepsWhatWasCalledOff)
 
 
 def test_the_suite_notices_a_tier_that_publishes_before_it_has_written() -> None:

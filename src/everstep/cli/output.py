@@ -26,7 +26,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for column in columns:
-        numeric = column in ("step", "ranks", "size", "rank", "bytes", "steps lost", "work lost", "absent")
+        numeric = column in ("step", "ranks", "size", "rank", "bytes", "steps lost", "work lost", "absent", "time")
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)

@@ -18,6 +18,13 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
     print(
         f"step {status['step']}; sealed in memory: {status['sealed_step']}; durable on disk: {status['durable_step']}"
     )
+    if status["protected_step"] is not None or status["shared_step"] is not None:
+        print(f"protected by other nodes: {status['protected_step']}; on the deepest tier: {status['shared_step']}")
+    for flush in status["flushes"]:
+        done = f"{human_bytes(flush.bytes)} of {human_bytes(flush.of_bytes)}"
+        print(f"on its way to the {flush.tier} tier: step {flush.step}, {done} of this node")
+    if status["silent_nodes"]:
+        print(f"not heard of: {', '.join(status['silent_nodes'])}")
     replica = status["replica"]
     if replica is not None:
         drift = f"drift at step {replica.drift_step}: {replica.differing} elements by up to {replica.largest:.3g}"

@@ -15,6 +15,7 @@ from everstep.keeper.protocol import Hello, Member
 from everstep.launch import end_time
 from everstep.store.claim import Claim
 from everstep.topology import Topology
+from everstep.types import Level
 
 
 def check(settings: Settings, place: Topology) -> None:
@@ -24,11 +25,32 @@ def check(settings: Settings, place: Topology) -> None:
         raise BadConfig("keeper='inline' is for one rank alone where a run has deeper tiers or partners")
 
 
+def check_level(wanted: Level, settings: Settings, place: Topology) -> None:
+    """What no tier of a run can give."""
+    tiers = settings.tiers
+    if wanted is Level.SHARED and not tiers.deeper:
+        raise BadConfig("nothing is ever 'shared' without tiers=[Shared(...)] or tiers=[Objects(...)]")
+    if wanted is Level.PROTECTED and (tiers.protection is None or not place.has_many_nodes):
+        raise BadConfig("nothing is ever 'protected' without several nodes and tiers=[Partner()] or [Parity(...)]")
+
+
+def _check_alike(settings: Settings, place: Topology) -> None:
+    """All nodes must know the same of who protects whom, and how they talk."""
+    said = [answer.decode() for answer in topology.exchange(repr(settings.tiers.protection).encode(), place)]
+    other = next((rank for rank, scheme in enumerate(said) if scheme != said[0]), None)
+    if other is not None:
+        raise BadConfig(
+            f"node {place.nodes[0]} is to be protected by {said[0]}, and node {place.nodes[other]} by {said[other]}: "
+            "give all ranks the same"
+        )
+
+
 def arrive(
     keeper: KeeperClient, settings: Settings, place: Topology, claim: Claim, *, generation: str,
     resumed_from: int | None, replica: str,
 ) -> None:  # fmt: skip
     """All ranks must arrive together."""
+    _check_alike(settings, place)
     is_alone = settings.keeper == "inline" or not place.has_many_nodes
     secret = b"" if is_alone else topology.exchange(os.urandom(32), place)[0]
     keep, every, lose = settings.keep, settings.tiers.disk.cadence, settings.capture

@@ -23,13 +23,17 @@ from everstep.events import Degraded, Sink
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.process import start
 from everstep.keeper.protocol import (
+    AnyMessage,
+    AskDurable,
     AskReplica,
     Attach,
     BaseAt,
     Bye,
+    Cancel,
     Channel,
     Detach,
     Durable,
+    Flush,
     Halt,
     Hello,
     Inherit,
@@ -81,6 +85,8 @@ class KeeperClient:
         self.durable_step = self.durable_base = self.protected_step = self.shared_step = self.shared_base = -1
         self.shared_next = self.protected_missed = self.shared_missed = -1
         self.base_write_s = self.record_write_s = -1.0  # what the last ones took
+        self.flushes: tuple[Flush, ...] = ()
+        self.silent: tuple[str, ...] = ()
         self.trouble = self._halt = ""
         self.leased: tuple[int, ...] = ()
         self.replica: Replicated | None = None
@@ -167,6 +173,10 @@ class KeeperClient:
     def persist(self, step: int, *, as_base: bool, level: Level = Level.DURABLE) -> None:
         self._send(Persist(step=step, as_base=as_base, level=level))
 
+    def cancel(self) -> None:
+        """What is on its way to deeper tiers stops."""
+        self._send(Cancel())
+
     def stop_at(self, step: int, halt: str) -> None:
         self._send(StopAt(step=step, halt=halt))
 
@@ -200,6 +210,15 @@ class KeeperClient:
         if not reached():
             raise EverstepError(f"step {step} is not {level.name.lower()}: {self.trouble}")
         return True
+
+    def levels(self) -> dict[str, object]:
+        """How far each level is, and what is on its way to deeper ones."""
+        steps = {"durable": self.durable_step, "protected": self.protected_step, "shared": self.shared_step}
+        return {
+            **{f"{level}_step": step if step >= 0 else None for level, step in steps.items()},
+            "flushes": [msgspec.structs.asdict(flush) for flush in self.flushes],
+            "silent_nodes": list(self.silent),
+        }
 
     def replica_status(self, step: int) -> dict[str, object] | None:
         """Where the replica stands when the run is at a step."""
@@ -246,6 +265,7 @@ class KeeperClient:
                 answers.base_at(step)
             case Durable():
                 self.base_write_s, self.record_write_s = message.base_write_s, message.record_write_s
+                self.flushes, self.silent = message.flushes, message.silent
                 with self._state:
                     self.durable_step = max(self.durable_step, message.step)
                     self.durable_base = max(self.durable_base, message.base)
@@ -299,17 +319,28 @@ def inherited(run: str) -> list[Arena]:
 
 def replica_of(run: str) -> Replicated | None:
     """Where the replica of a run stands, if a keeper of this node has one."""
+    answer = _asked(run, AskReplica())
+    return answer if isinstance(answer, Replicated) else None
+
+
+def levels_of(run: str) -> Durable | None:
+    """How far each level of a run is, if it has a keeper on this node."""
+    answer = _asked(run, AskDurable())
+    return answer if isinstance(answer, Durable) else None
+
+
+def _asked(run: str, question: Message) -> AnyMessage | None:
     channel = connect(run)
     if channel is None:
         return None
     try:
-        channel.send(AskReplica())
+        channel.send(question)
         heard = channel.receive()
     except KeeperLost:
         return None
     finally:
         channel.close()
-    return heard[0] if heard is not None and isinstance(heard[0], Replicated) else None
+    return heard[0] if heard is not None else None
 
 
 def keeper_pid(run: str) -> int | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from everstep.config import Keep
 from everstep.errors import Damaged
-from everstep.events import Retired, Sank, Sink
+from everstep.events import FlushCancelled, Retired, Sank, Sink
 from everstep.keeper import flush
 from everstep.keeper.lane import HeldBase
-from everstep.keeper.protocol import Hello
+from everstep.keeper.protocol import Flush, Hello
 from everstep.keeper.sinking import Sinking
+from everstep.keeper.transit import CalledOff, Transit
 from everstep.store.claim import sign
 from everstep.store.log import cut_after, strangers
 from everstep.store.manifest import (
@@ -17,13 +21,13 @@ from everstep.store.manifest import (
     step_folder,
 )
 from everstep.store.tier import Tier
-from everstep.tiers import gather, parse
+from everstep.tiers import Deeper, Shared, rate_of
+from everstep.types import Source
 
 
-def _kept_on(name: str, hello: Hello) -> Keep:
+def _kept_on(chosen: Deeper, hello: Hello) -> Keep:
     """How many checkpoints stay on a deeper tier."""
-    shared = gather(parse(hello.tiers, "Hello")).shared
-    keep = shared.keep if name == "shared" and shared is not None else None
+    keep = chosen.keep if isinstance(chosen, Shared) else None
     if keep is None:
         return Keep(last=hello.keep_last, every=hello.keep_every)
     return Keep(every=1) if keep == "all" else Keep(last=keep)
@@ -32,13 +36,26 @@ def _kept_on(name: str, hello: Hello) -> Keep:
 class DeeperWork:
     stays = False
 
-    def __init__(self, name: str, tier: Tier, hello: Hello, records: Sinking, emit: Sink, *, retires: bool) -> None:
-        """`records`: those that follow the bases. `retires`: this node lets go what all no longer need."""
-        self.name, self.records = name, records
-        self._tier, self._hello, self._emit, self._retires = tier, hello, emit, retires
+    def __init__(
+        self, chosen: Deeper, tier: Tier, hello: Hello, records: Sinking, emit: Sink,
+        objection: Callable[[str, int], str], *, retires: bool,
+    ) -> None:  # fmt: skip
+        """`records`: those that follow the bases. `objection`: why a step is not wanted there any more. `retires`: this
+        node lets go what nobody needs."""
+        self.tier: Source = "shared" if isinstance(chosen, Shared) else "objects"
+        self.name: str = self.tier
+        self.records = records
+        self._chosen, self._tier, self._hello = chosen, tier, hello
+        self._emit, self._objection, self._retires = emit, objection, retires
         self._has_begun = False
+        self._transit: Transit | None = None
 
-    def do(self, base: HeldBase) -> None:
+    def flush(self) -> Flush | None:
+        """What is on its way, and how far."""
+        transit = self._transit
+        return transit.state() if transit is not None else None
+
+    def do(self, base: HeldBase) -> int:
         if not self._has_begun:
             sign(self._tier, self._hello.run, self._emit)  # it may not have been there when the run began
             if self._retires:
@@ -46,10 +63,27 @@ class DeeperWork:
             self._has_begun = True
         self.records.hold(base.step)
         try:
-            self._bring(base)
+            return self._send(base)
         except BaseException:
             self.records.let_go()
             raise
+
+    def _send(self, base: HeldBase) -> int:
+        size = sum(seal.length for _, _, seal in base.images())
+        transit = Transit(self.name, base.step, size, rate_of(self._chosen), partial(self._objection, self.name))
+        self._transit = transit
+        try:
+            return self._bring(base, transit)
+        except CalledOff as error:
+            done = transit.state()
+            self._emit(
+                FlushCancelled(
+                    step=base.step, tier=self.name, bytes=done.bytes, of_bytes=done.of_bytes, reason=str(error)
+                )
+            )  # fmt: skip
+            raise
+        finally:
+            self._transit = None
 
     def _begin(self) -> None:
         """What other lives left beyond the step that this one goes on from is gone before anything of it is there."""
@@ -59,13 +93,19 @@ class DeeperWork:
         ranks = strangers(self._tier, hello.resumed_from, hello.run, hello.generation)
         cut_after(self._tier, hello.resumed_from, ranks, hello.run, hello.generation)
 
-    def _bring(self, base: HeldBase) -> None:
+    def _bring(self, base: HeldBase, transit: Transit) -> int:
+        size = 0
         for arena, slot, seal in base.images():
             if self._has(base.step, arena.rank, seal.generation, seal.length):
+                transit.count(seal.length)
                 continue  # brought before something failed
-            if flush.persist_part(self._tier, arena, slot, torch_version=self._hello.torch) is None:
+            torch = self._hello.torch
+            part = flush.persist_part(self._tier, arena, slot, torch_version=torch, passing=transit.passing)
+            if part is None:
                 raise Damaged("it was overwritten while it was read", tier="memory", step=base.step, rank=arena.rank)
+            size += part.bytes
         self._commit(base.step)
+        return size
 
     def _has(self, step: int, rank: int, generation: str, size: int) -> bool:
         try:
@@ -86,7 +126,7 @@ class DeeperWork:
         if not self._commit(base):
             raise Damaged("not all parts of it can be read there", tier=self._tier.name, step=base)
         if self._retires:
-            for gone in flush.retire(self._tier, _kept_on(self.name, self._hello), self._hello.run):
+            for gone in flush.retire(self._tier, _kept_on(self._chosen, self._hello), self._hello.run):
                 self._emit(Retired(step=gone, reason=f"newer checkpoints are on {self._tier.name}"))
             flush.clean(self._tier)
         self.records.follow(base, oldest=min(committed_steps(self._tier)) if self._retires else None)

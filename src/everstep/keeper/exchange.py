@@ -20,6 +20,7 @@ from everstep.keeper.peer_server import Reply
 from everstep.keeper.peers import Answer, Ask, Peer
 from everstep.keeper.rounds import Orders, Report
 from everstep.store.disk import DiskTier, Incoming
+from everstep.store.tier import Passing, freely
 from everstep.types import Holding, ParityPart, Records, Survives, Traits
 
 # -- what is asked
@@ -204,21 +205,22 @@ class RemoteTier:
         self.name, self._peer, self._tier = f"{tier} of {peer.node}", peer, tier
         self.traits = Traits(survives=survives, shared=False, appends=True)
 
-    def put(self, name: str, data: memoryview) -> tuple[int, ...]:
+    def put(self, name: str, data: memoryview, passing: Passing = freely) -> tuple[int, ...]:
         data, key = data.cast("B"), uuid.uuid4().hex
         self._ask("begin", name, key=key, length=len(data))
         try:
             with ThreadPoolExecutor(_IN_FLIGHT) as pool:
-                checksums = pool.map(lambda at: self._put_piece(name, key, data, at), range(0, len(data), _PIECE_BYTES))
-                found = tuple(checksums)
+                offsets = range(0, len(data), _PIECE_BYTES)
+                found = tuple(pool.map(lambda at: self._put_piece(name, key, data, at, passing), offsets))
             self._ask("end", name, key=key)
         except BaseException:
             self._abandon(name, key)
             raise
         return found
 
-    def _put_piece(self, name: str, key: str, data: memoryview, at: int) -> int:
+    def _put_piece(self, name: str, key: str, data: memoryview, at: int, passing: Passing) -> int:
         piece = data[at : at + _PIECE_BYTES]
+        passing(len(piece))
         self._ask("piece", name, [piece], key=key, offset=at)
         return int(xxhash.xxh3_64_intdigest(piece))
 

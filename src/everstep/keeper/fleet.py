@@ -43,7 +43,8 @@ from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
 from everstep.keeper.peer_server import Reply, Server
 from everstep.keeper.peers import Peer
-from everstep.keeper.protocol import BaseAt, Hello, Member, StopAt, Trouble
+from everstep.keeper.protocol import BaseAt, Flush, Hello, Member, StopAt, Trouble
+from everstep.keeper.rate import Limiter
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.keeper.session import SOON_S, longer
@@ -52,13 +53,14 @@ from everstep.protect.groups import NodePlace, parity_groups, partners
 from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
-from everstep.tiers import Parity, Partner, Tiers
-from everstep.types import Holding, Level, Records, Survives
+from everstep.tiers import Parity, Partner, Tiers, rate_of, tier_name
+from everstep.types import Holding, Level, Records, Source, Survives
 
 _TELL_S = 0.1  # since orders come as answers, even what is not new is told again
 _TELLS_PER_S = 500  # that the first node hears at most; many nodes tell more rarely
 _SHARE = 0.1  # of its time, that a lane without a cadence takes at most
 _STUCK_S = 5.0
+_PROGRESS_S = 0.2  # between two words on how far a flush is
 _GUESTS = "guests"
 
 
@@ -71,11 +73,11 @@ class Fleet:
         self._hello, self._node, self._tiers, self._roster = hello, node, tiers, roster
         self._guests, self._takers, self._emit, self._announce = guests, takers, emit, announce
         self._copies: Copies | None = None
-        self._sinkings: list[Sinking] = []
         self._host = TierHost({_GUESTS: guests, "disk": disk}, lent=_GUESTS)
         self._members: tuple[Member, ...] = ()
         self._peers: dict[str, Peer[AnyAnswer]] = {}
         self._lanes: dict[str, LaneWorker] = {}
+        self._deeper: Sequence[DeeperWork] = []
         self._reported: dict[str, Callable[[], Lane]] = {}  # lanes that others work in
         self._rounds: Rounds | None = None
         self._rounding = threading.Lock()
@@ -83,13 +85,19 @@ class Fleet:
         self.wanted: dict[str, int] = {}
         self._wanted_bases: dict[str, int] = {}
         self._stuck_since = time.monotonic()
+        self._silent: tuple[str, ...] = ()
+        self._silent_since: float | None = time.monotonic()  # None: it was told of
         self._announced: dict[str, int] = {}
+        self._announced_at = 0.0
+        self._seen: tuple[object, ...] = ((), ())
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._server: Server[AnyAsk] | None = None
         if hello.secret:
             host, _, port = hello.address.rpartition(":")
-            self._server = Server(node, hello.secret, ASKS, self._answer, advertise=host, port=int(port))
+            self._server = Server(
+                node, hello.secret, ASKS, self._answer, advertise=host, port=int(port), encrypt=tiers.encrypt
+            )  # fmt: skip
 
     @property
     def address(self) -> str:
@@ -99,11 +107,10 @@ class Fleet:
 
     def sinking(self, lane: str, tier: Tier, disk: Logbook) -> Sinking:
         """What brings records from this node's disk to a deeper tier."""
+        return Sinking(tier, disk, self._hello, self._cadences()[lane], self._emit, partial(self._is_urgent, lane))
 
-        def is_urgent() -> bool:
-            return self.wanted.get(lane, NONE) > self.order(lane).reach or not self._roster.is_anybody_alive()
-
-        return Sinking(tier, disk, self._hello, self._cadences()[lane], self._emit, is_urgent)
+    def _is_urgent(self, lane: str) -> bool:
+        return self.wanted.get(lane, NONE) > self.order(lane).reach or not self._roster.is_anybody_alive()
 
     def _cadences(self) -> dict[str, Every]:
         """How often bases go to each place."""
@@ -116,13 +123,9 @@ class Fleet:
         self, members: tuple[Member, ...], deeper: Sequence[DeeperWork], disk: Callable[[], Lane] | None
     ) -> None:  # fmt: skip
         """Begin to work with the others. `disk`: how far this node's disk is, where there are several."""
-        self._members = members
-        write_note(self._hello.run, FleetNote(members=members, secret=self._hello.secret))
-        for member in members:
-            if member.node != self._node:
-                self._peers[member.node] = Peer(member.node, member.address, self._hello.secret, ANSWERS)
+        self._members, self._deeper = members, deeper
+        self._meet(members)
         works: list[Work] = [*self._protection(), *deeper]
-        self._sinkings = [work.records for work in deeper]
         if disk is not None:
             self._reported["disk"] = disk
         for work in works:
@@ -136,12 +139,23 @@ class Fleet:
         for lane in self._lanes.values():
             name = f"everstep-{lane.name}"
             self._threads.append(threading.Thread(target=lane.work, args=(self._ending,), name=name, daemon=True))
-        copiers: list[Copies | Sinking] = [*self._sinkings, *([self._copies] if self._copies is not None else [])]
-        for records in copiers:
+        copiers: list[Copies | Sinking] = [work.records for work in self._deeper]
+        for records in copiers if self._copies is None else [*copiers, self._copies]:
             name = f"everstep-{type(records).__name__.lower()}"
             self._threads.append(threading.Thread(target=records.work, args=(self._ending,), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
+
+    def _meet(self, members: tuple[Member, ...]) -> None:
+        """One rate is for all that this node sends to others and reads from them."""
+        secret, encrypt, scheme = self._hello.secret, self._tiers.encrypt, self._tiers.protection
+        write_note(self._hello.run, FleetNote(members=members, secret=secret, encrypt=encrypt))
+        limiter = Limiter(rate_of(scheme) if scheme is not None else None)
+        for member in members:
+            if member.node != self._node:
+                self._peers[member.node] = Peer(
+                    member.node, member.address, secret, ANSWERS, encrypt=encrypt, limiter=limiter
+                )  # fmt: skip
 
     def _copied_to(self, nodes: Sequence[str]) -> Copies:
         """Records are small beside bases, so they are copied whatever the scheme is, as often as nodes may be lost."""
@@ -202,7 +216,7 @@ class Fleet:
         deeper = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
         if newest is not None and any(lane.complete < newest - 1 for lane in deeper):
             return False  # a rank may have been a step ahead of the others when all died
-        if not all(records.is_even for records in self._sinkings):
+        if not all(work.records.is_even for work in self._deeper):
             return False
         return self._rounds is None or self._rounds.has_told_all
 
@@ -214,6 +228,24 @@ class Fleet:
         for lane in lanes:
             for wanted in (self.wanted, self._wanted_bases) if as_base else (self.wanted,):
                 wanted[lane] = max(step, wanted.get(lane, NONE))
+
+    def cancel(self) -> None:
+        """What is on its way to deeper tiers stops, on all nodes. Who waits for it elsewhere has it begun anew."""
+        for work in self._deeper:
+            self._lanes[work.name].cancel()
+            self.wanted.pop(work.name, None)
+            self._wanted_bases.pop(work.name, None)
+
+    def objection(self, lane: str, step: int) -> str:
+        """Why a step that is on its way is not wanted any more; empty if it is."""
+        order = self.order(lane)
+        if self._ending.is_set():
+            return "the keeper ends, or a new life of the run begins"
+        return "" if order.complete < order.step <= step else "it was called off"
+
+    def flushes(self) -> tuple[Flush, ...]:
+        """What is on its way from here to deeper tiers."""
+        return tuple(flush for flush in (work.flush() for work in self._deeper) if flush is not None)
 
     def levels(self) -> dict[str, int]:
         """How far the levels beyond this node are, as trainers are told."""
@@ -254,6 +286,7 @@ class Fleet:
             try:
                 self._hear(self._tell(report))
                 self._complain(report.newest)
+                self._name_silent()
                 is_lost = False
             except (EverstepError, OSError) as error:
                 if not is_lost:
@@ -296,6 +329,17 @@ class Fleet:
             step = self.order(stuck[0]).step
             self._roster.tell(Trouble(reason=f"other nodes have a base of step {step}, and {self._node} has none yet"))
 
+    def _name_silent(self) -> None:
+        """By the node that they do not tell anything: until they do, no step is appointed, or none completed."""
+        silent = self.orders.silent if self._rounds is not None else ()
+        if silent != self._silent:
+            self._silent, self._silent_since = silent, time.monotonic()
+        elif silent and self._silent_since is not None and time.monotonic() - self._silent_since > _STUCK_S:
+            self._silent_since = None
+            self._emit(
+                Degraded(what="no step is protected or brought deeper", reason=f"{', '.join(silent)}: not heard of")
+            )
+
     def _hear(self, orders: Orders) -> None:
         if orders.generation != self._hello.generation:
             return  # the other keeper has not joined this life yet
@@ -305,6 +349,10 @@ class Fleet:
         complete = {name: lane.complete for name, lane in self._lanes.items()}
         if orders.lanes != before.lanes or complete != self._announced:
             self._announced = complete
+            self._announce()
+        seen = (self.flushes(), orders.silent)
+        if seen != self._seen and time.monotonic() - self._announced_at >= _PROGRESS_S:
+            self._seen, self._announced_at = seen, time.monotonic()
             self._announce()
 
     # -- being asked
@@ -384,18 +432,15 @@ class Fleet:
             self._emit(Degraded(what=f"node {peer.node} does not hear of {ask}", reason=str(error)))
 
 
-def tier_name(tier: object) -> str:
-    return type(tier).__name__.lower()
-
-
 class _Unprotected:
     """The lane of a node that no group has room for: it does nothing, and the others do not wait for it."""
 
     name = "protect"
+    tier: Source = "memory"
     stays = False
 
-    def do(self, base: HeldBase) -> None:
-        pass
+    def do(self, base: HeldBase) -> int:
+        return 0
 
     def reach(self, base: int) -> int:
         return base

@@ -32,14 +32,15 @@ from everstep.store.manifest import (
     uncovered,
 )
 from everstep.store.retain import to_retire
-from everstep.store.tier import Tier
+from everstep.store.tier import Passing, Tier, freely
 from everstep.types import Commit, Part, PartRef
 
 _ORPHAN_AGE_S = 300.0
 
 
 def persist_part(
-    tier: Tier, arena: Arena, slot: int, *, torch_version: str, folder: Folder = step_folder
+    tier: Tier, arena: Arena, slot: int, *, torch_version: str, folder: Folder = step_folder,
+    passing: Passing = freely,
 ) -> Part | None:  # fmt: skip
     """Write one sealed slot and its manifest. None if the slot was overwritten meanwhile, and then nothing is left."""
     seal = arena.seals().get(slot)
@@ -53,7 +54,7 @@ def persist_part(
     data_file, part_file = data_name(seal.step, info.rank, folder), part_name(seal.step, info.rank, folder)
     for leftover in (part_file, data_file):
         tier.delete(leftover)
-    chunks = tier.put(data_file, data)
+    chunks = tier.put(data_file, data, passing)
     if arena.seals().get(slot) != seal:
         tier.delete(data_file)
         return None

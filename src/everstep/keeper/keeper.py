@@ -32,14 +32,17 @@ from everstep.keeper.halting import Halting
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
     AnyMessage,
+    AskDurable,
     AskReplica,
     Attach,
     BaseAt,
     Bye,
+    Cancel,
     Channel,
     Detach,
     Durable,
     Enrol,
+    Flush,
     Hello,
     Inherit,
     Inherited,
@@ -57,7 +60,7 @@ from everstep.keeper.roster import Roster
 from everstep.keeper.session import TICK_S, Session, check_all, give_up
 from everstep.store.manifest import committed_steps
 from everstep.store.places import Places, guest_tier
-from everstep.tiers import Tiers, gather, parse
+from everstep.tiers import Tiers, gather, parse, tier_name
 from everstep.topology import node_name
 
 if TYPE_CHECKING:
@@ -103,13 +106,15 @@ class Keeper:
 
     def _durable(self) -> Durable:
         step, base, levels = self._logbook.reach(), self._logbook.base, dict[str, int]()
+        flushes, silent = tuple[Flush, ...](), tuple[str, ...]()
         if self._fleet is not None:
             disk = self._fleet.order("disk")
-            levels = self._fleet.levels()
+            levels, flushes, silent = self._fleet.levels(), self._fleet.flushes(), self._fleet.orders.silent
             if self._has_many_nodes:
                 step, base = min(step, disk.reach), min(base, disk.complete)
         return Durable(
-            step=step, base=base, base_write_s=self._bases.took_s, record_write_s=self._records.flush_s, **levels
+            step=step, base=base, base_write_s=self._bases.took_s, record_write_s=self._records.flush_s,
+            flushes=flushes, silent=silent, **levels,
         )  # fmt: skip
 
     def _announce(self) -> None:
@@ -201,6 +206,9 @@ class Keeper:
                 self._roster.tell(message)
                 if self._fleet is not None:
                     self._fleet.pass_on(message)
+            case Cancel():
+                if self._fleet is not None:
+                    self._fleet.cancel()
             case Join() if session is not None:
                 self._join(message, session.hello)
             case Inherit():
@@ -212,6 +220,8 @@ class Keeper:
                 self._assembly.enrol(channel, message)
             case Stand():
                 self._assembly.stand(channel, message)
+            case AskDurable():
+                channel.send(self._durable())
             case AskReplica():
                 channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is None:
@@ -285,11 +295,13 @@ class Keeper:
         if self._fleet is None or self._fleet.has_joined:
             return
         is_first = message.members[0].node == node_name()
+        chosen = {tier_name(tier): tier for tier in gather(parse(hello.tiers, "Hello")).deeper}
         deeper = []
         for name, tier in Places.written(self._directory).deeper_tiers().items():
             records = self._fleet.sinking(name, tier, self._logbook)
             self._logbook.pins.append(records.pinned)
-            deeper.append(DeeperWork(name, tier, hello, records, self._emit, retires=is_first))
+            objection = self._fleet.objection
+            deeper.append(DeeperWork(chosen[name], tier, hello, records, self._emit, objection, retires=is_first))
         self._bases.appointed = partial(self._fleet.order, "disk") if self._has_many_nodes else None
         self._fleet.join(message.members, deeper, self._bases.status if self._has_many_nodes else None)
 
@@ -330,7 +342,9 @@ class Keeper:
         if newest is not None:
             self._bases.read_back(sessions[0].hello.run, newest)
         is_held = any(s.outgrown or self._is_behind(s) for s in sessions)
-        is_held |= self._fleet is not None and not self._fleet.may_end and idle < linger + self._farewell_s()
+        if self._fleet is not None:  # what is on its way is not given up for being slow
+            is_waited_for = not self._fleet.may_end and idle < linger + self._farewell_s()
+            is_held |= is_waited_for or bool(self._fleet.flushes())
         return gives_up or not (is_held or (newest is not None and newest > self._logbook.base))
 
     def _farewell_s(self) -> float:

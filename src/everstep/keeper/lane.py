@@ -15,11 +15,13 @@ from typing import Protocol
 
 from everstep.capture.arena import Arena, Seal
 from everstep.errors import Damaged
-from everstep.events import Degraded, Sink
+from everstep.events import Brought, Degraded, Sink
 from everstep.keeper.protocol import Hello
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.session import SOON_S, Session, lease_all, longer
+from everstep.keeper.transit import CalledOff
+from everstep.types import Source
 
 _REST_S = 1.0
 _TRIES = 3  # of one step; then the others are told not to wait for it
@@ -55,10 +57,14 @@ class Work(Protocol):
     """What a lane does. `stays`: the slots are held until all have brought a newer base."""
 
     name: str
+    tier: Source  # as readers know what it brings
     stays: bool
 
-    def do(self, base: HeldBase) -> None:
-        """Bring a base there; may be tried again after it raised."""
+    def do(self, base: HeldBase) -> int:
+        """Bring a base there, and say how many bytes were moved for it; may be tried again after it raised.
+
+        CalledOff: nobody wants it any more.
+        """
 
     def reach(self, base: int) -> int:
         """The newest step that records there lead to from a base that all have brought."""
@@ -78,6 +84,7 @@ class LaneWorker:
         self._done, self._missed, self._seconds = NONE, NONE, 0.0
         self.complete = NONE  # the newest step that all nodes have brought, as far as this one has seen to it
         self._failures, self._retry_at = 0, 0.0
+        self._cancels = 0
 
     @property
     def name(self) -> str:
@@ -85,7 +92,11 @@ class LaneWorker:
 
     def status(self) -> Lane:
         reach = self._work.reach(self.complete)
-        return Lane(done=self._done, missed=self._missed, reach=reach, seconds=self._seconds)
+        return Lane(done=self._done, missed=self._missed, reach=reach, seconds=self._seconds, cancels=self._cancels)
+
+    def cancel(self) -> None:
+        """What all are bringing is not wanted any more: with the next report all hear of it."""
+        self._cancels += 1
 
     def held(self, step: int) -> HeldBase | None:
         """The base of a step, if it is held for others to read."""
@@ -126,7 +137,10 @@ class LaneWorker:
             return
         began = time.monotonic()
         try:
-            self._work.do(base)
+            size = self._work.do(base)
+        except CalledOff:
+            self._let_go()
+            return
         except Exception as error:  # whatever it is: it is tried again, and nobody is left in the dark
             self._let_go()
             self._failures += 1
@@ -136,6 +150,8 @@ class LaneWorker:
             self._emit(Degraded(what=f"step {base.step} is not {_LEVEL[self.name]} yet", reason=str(error)))
             return
         self._failures, self._done, self._seconds = 0, base.step, time.monotonic() - began
+        if size:
+            self._emit(Brought(step=base.step, tier=self._work.tier, bytes=size, seconds=self._seconds))
         if not self._work.stays:
             self._let_go()
 

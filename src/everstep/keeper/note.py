@@ -16,6 +16,7 @@ class FleetNote(msgspec.Struct, frozen=True, kw_only=True):
 
     members: tuple[Member, ...]
     secret: bytes
+    encrypt: bool
 
 
 def write_note(run: str, note: FleetNote) -> None:

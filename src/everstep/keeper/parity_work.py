@@ -26,7 +26,7 @@ from everstep.protect.stripes import Geometry
 from everstep.store.manifest import encode as encode_record
 from everstep.store.manifest import parity_names
 from everstep.store.memory import MemoryTier
-from everstep.types import ParityMember, ParityPart, ParityRecord
+from everstep.types import ParityMember, ParityPart, ParityRecord, Source
 
 _PATIENCE_S = 10.0  # until another member holds the step too
 _LOOK_S = 0.005
@@ -34,6 +34,7 @@ _LOOK_S = 0.005
 
 class ParityWork:
     name = "protect"
+    tier: Source = "parity"
     stays = True
 
     def __init__(
@@ -45,7 +46,7 @@ class ParityWork:
         self._peers, self._guests, self._emit, self._is_wanted = peers, guests, emit, is_wanted
         self.reach, self._copies = copies.reach, copies
 
-    def do(self, base: HeldBase) -> None:
+    def do(self, base: HeldBase) -> int:
         mine = member_of(self._group[self._me], base)
         members = [mine if node == mine.node else self._ask(node, base) for node in self._group]
         geometry = Geometry(
@@ -76,6 +77,7 @@ class ParityWork:
             bytes=geometry.parity_bytes(self._me), chunk_bytes=CHUNK_BYTES, chunks=sums.end(),
         )  # fmt: skip
         self._guests.put(record_name, memoryview(encode_record(record)))
+        return record.bytes * (len(members) - self._losses)
 
     def _ask(self, node: str, base: HeldBase) -> ParityMember:
         """What another member holds of the step, as soon as it does."""

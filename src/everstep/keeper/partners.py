@@ -13,10 +13,12 @@ from everstep.keeper.guests import forget_before
 from everstep.keeper.lane import HeldBase
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
+from everstep.types import Source
 
 
 class PartnerWork:
     name = "protect"
+    tier: Source = "partner"
     stays = True
 
     def __init__(self, partners: Sequence[Tier], guests: MemoryTier, copies: Copies, emit: Sink) -> None:
@@ -24,14 +26,18 @@ class PartnerWork:
         self._partners, self._guests, self._emit = partners, guests, emit
         self.reach, self._copies = copies.reach, copies
 
-    def do(self, base: HeldBase) -> None:
+    def do(self, base: HeldBase) -> int:
         with ThreadPoolExecutor(max(1, len(self._partners))) as pool:
-            list(pool.map(lambda tier: self._copy(base, tier), self._partners))
+            return sum(pool.map(lambda tier: self._copy(base, tier), self._partners))
 
-    def _copy(self, base: HeldBase, tier: Tier) -> None:
+    def _copy(self, base: HeldBase, tier: Tier) -> int:
+        size = 0
         for arena, slot, _ in base.images():
-            if flush.persist_part(tier, arena, slot, torch_version=base.hello.torch) is None:
+            part = flush.persist_part(tier, arena, slot, torch_version=base.hello.torch)
+            if part is None:
                 raise Damaged("it was overwritten while it was read", tier="memory", step=base.step, rank=arena.rank)
+            size += part.bytes
+        return size
 
     def over(self, base: int, before: int) -> None:
         self._emit(Protected(step=base))

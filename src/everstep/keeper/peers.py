@@ -181,7 +181,8 @@ class _Line:
 class Peer(Generic[AnswerT]):
     """The server of another node, as one who asks sees it. Any thread may ask.
 
-    `limiter` paces what is sent and what was received, by delaying questions; that time is not part of the timeout.
+    `limiter` paces what is sent and what was received, by delaying questions that have a payload or want one; that time
+    is not part of the timeout. Small talk is never delayed: others wait for it.
     """
 
     def __init__(
@@ -222,9 +223,8 @@ class Peer(Generic[AnswerT]):
         target = None if into is None else into.cast("B")
         size = sum(map(len, views))
         body = msgspec.msgpack.encode(request)
-        ticket = self._limiter.book(size)
-        while wait_s := self._limiter.wait_s(ticket):
-            time.sleep(min(wait_s, _LOOK_S))
+        if views or target is not None:
+            self._await_turn(size)
         with self._line(size + (0 if target is None else len(target)), timeout_s, asked) as line:
             try:
                 kind, said, frames = line.exchange(body, views, time.monotonic() + timeout_s)
@@ -244,6 +244,11 @@ class Peer(Generic[AnswerT]):
             return Answered(answer, wire.joined(frames))
         wire.copy_into(target, frames)
         return Answered(answer, target[:received])
+
+    def _await_turn(self, size: int) -> None:
+        ticket = self._limiter.book(size)
+        while (wait_s := self._limiter.wait_s(ticket)) and not self._closed:
+            time.sleep(min(wait_s, _LOOK_S))
 
     @contextmanager
     def _line(self, size: int, timeout_s: float, asked: str) -> Iterator[_Line]:

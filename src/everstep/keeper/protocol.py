@@ -140,6 +140,14 @@ class Inherit(Message, frozen=True, kw_only=True):
     """What did earlier lives leave in memfds?"""
 
 
+class Cancel(Message, frozen=True, kw_only=True):
+    """What is on its way to deeper tiers stops, on all nodes; the next comes when it is due."""
+
+
+class AskDurable(Message, frozen=True, kw_only=True):
+    """How far is each level? Anybody may ask; the answer is Durable."""
+
+
 class AskReplica(Message, frozen=True, kw_only=True):
     """How is the replica? Anybody may ask; the answer is Replicated, or Trouble if there is none."""
 
@@ -193,6 +201,15 @@ class Release(Message, frozen=True, kw_only=True):
     slot: int
 
 
+class Flush(msgspec.Struct, frozen=True, kw_only=True):
+    """What is on its way from this node to a deeper tier."""
+
+    tier: str
+    step: int
+    bytes: int  # that are there, or about to be,
+    of_bytes: int  # of so many
+
+
 class Durable(Message, frozen=True, kw_only=True):
     step: int
     base: int  # the newest base on the disk; records lead from there to `step`
@@ -204,6 +221,8 @@ class Durable(Message, frozen=True, kw_only=True):
     shared_next: int = -1  # the step that goes to the deepest tier, now or when it comes
     protected_missed: int = -1  # the newest steps that were to be there, and are not
     shared_missed: int = -1
+    flushes: tuple[Flush, ...] = ()
+    silent: tuple[str, ...] = ()  # nodes that have not been heard of lately
 
 
 class Trouble(Message, frozen=True, kw_only=True):
@@ -242,7 +261,8 @@ class Inherited(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Hello | Join | BaseAt | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
-    | Durable | Trouble | Inherited | AskReplica | Replicated | Hold | Held | Halt | Enrol | Stand | Lost | View
+    | Durable | Trouble | Inherited | Cancel | AskDurable | AskReplica | Replicated | Hold | Held | Halt | Enrol | Stand
+    | Lost | View
 )  # fmt: skip
 
 

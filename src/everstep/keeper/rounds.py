@@ -19,6 +19,7 @@ from everstep.cadence import Every
 from everstep.types import Noun
 
 STILL_S = 0.06  # a newest base that stays so for this long will be there a moment longer
+SILENT_S = 5.0  # after which a node that tells nothing is named
 AHEAD = 2  # steps: as far as one rank can be before another, and one to say so, where steps are shorter than that
 NONE = -1
 
@@ -30,6 +31,7 @@ class Lane(Noun, frozen=True, kw_only=True):
     missed: int = NONE  # the newest appointed step that it cannot do any more
     reach: int = NONE  # the newest step that records lead to there, from the base that is complete
     seconds: float = 0.0  # what its last part took
+    cancels: int = 0  # how often somebody there wanted what is under way to stop
 
 
 class Report(Noun, frozen=True, kw_only=True):
@@ -56,14 +58,15 @@ class Order(Noun, frozen=True, kw_only=True):
 class Orders(Noun, frozen=True, kw_only=True):
     generation: str = ""
     lanes: dict[str, Order] = msgspec.field(default_factory=dict)
-    silent: tuple[str, ...] = ()  # nodes that have not been heard of since this life began
+    silent: tuple[str, ...] = ()  # nodes that have not been heard of lately, or not at all
 
 
 @dataclass(slots=True)
 class _State:
     step: int = NONE
     complete: int = NONE
-    completed_at: float = 0.0
+    cancelled: int = NONE  # the newest step that was called off
+    ended_at: float | None = None  # when the last of both was
     lanes: dict[str, Lane] = field(default_factory=dict)  # by node
 
 
@@ -73,6 +76,7 @@ class Rounds:
     def __init__(self, nodes: Collection[str], cadences: Mapping[str, Every], generation: str, share: float) -> None:
         self._nodes, self._cadences, self._generation, self._share = set(nodes), dict(cadences), generation, share
         self._newest: dict[str, int] = {}
+        self._heard_at: dict[str, float] = {}
         self._changed_at = 0.0  # when one of them last did,
         self._rose_at = 0.0  # when the newest of all did,
         self._step_s = 0.0  # and how long a step takes, by that
@@ -92,6 +96,7 @@ class Rounds:
         """Take in what a node tells, and say what is to be done."""
         is_ours = report.generation == self._generation and report.node in self._nodes
         if is_ours:
+            self._heard_at[report.node] = now
             if self._newest.get(report.node) != report.newest:
                 self._see_newest(report.newest, now)
                 self._newest[report.node], self._changed_at = report.newest, now
@@ -99,12 +104,19 @@ class Rounds:
             self._alive[report.node] = report.is_alive
             for name, lane in report.lanes.items():
                 if name in self._states:
-                    self._states[name].lanes[report.node] = lane
+                    self._take_in(self._states[name], report.node, lane, now)
         for name, state in self._states.items():
             self._move(name, state, now)
         if is_ours:
             self._told[report.node] = {name: state.complete for name, state in self._states.items()}
-        return self._orders()
+        return self._orders(now)
+
+    def _take_in(self, state: _State, node: str, lane: Lane, now: float) -> None:
+        before = state.lanes.get(node, Lane())
+        state.lanes[node] = lane
+        is_under_way = state.complete < state.step <= max(self._newest.values())
+        if lane.cancels > before.cancels and is_under_way:
+            state.cancelled, state.step, state.ended_at = state.step, state.complete, now
 
     def _see_newest(self, newest: int, now: float) -> None:
         rise = newest - max(self._newest.values(), default=newest)
@@ -115,7 +127,7 @@ class Rounds:
         lanes, has_heard_all = state.lanes.values(), len(state.lanes) == len(self._newest) == len(self._nodes)
         done = {lane.done for lane in lanes}
         if has_heard_all and len(done) == 1 and min(done) > state.complete and min(done) >= state.step:
-            state.complete, state.completed_at = min(done), now
+            state.complete, state.ended_at = min(done), now
         is_lost = any(lane.missed >= state.step for lane in lanes) or (has_heard_all and min(done) >= state.step)
         is_in_vain = not any(self._alive.values()) and state.step > min(self._newest.values(), default=NONE)
         if state.step > state.complete and not (is_lost or is_in_vain or self._is_waited_before(name, state.step)):
@@ -138,12 +150,12 @@ class Rounds:
             return min(self._newest.values()) > state.complete
         if self._waiting(name) > self._reach(state) or _newest(self._wanted_bases, name) > state.complete:
             return True
-        if state.complete == NONE or every.steps is not None:
+        if state.ended_at is None or every.steps is not None:
             return True
         if every.seconds is not None:
-            return now - state.completed_at >= every.seconds
+            return now - state.ended_at >= every.seconds
         took = max((lane.seconds for lane in state.lanes.values()), default=0.0)
-        return now - state.completed_at >= took / self._share
+        return now - state.ended_at >= took / self._share
 
     def _next(self, name: str, state: _State, now: float) -> int:
         """The next step that no node can have passed yet; or the newest base, if training waits or stays there."""
@@ -153,8 +165,8 @@ class Rounds:
         if self._waiting(name) >= newest:
             return newest if newest > state.complete else state.step  # from that one on records lead, or nothing does
         is_still = len(set(self._newest.values())) == 1 and now - self._changed_at >= STILL_S
-        is_far_enough = newest // steps > max(0, state.complete) // steps
-        if is_still and is_far_enough and newest > max(state.complete, state.step):
+        last = max(0, state.complete, state.cancelled)
+        if is_still and newest // steps > last // steps and newest > max(last, state.step):
             return newest
         return -(-(newest + (1 if self._step_s >= STILL_S else AHEAD)) // steps) * steps
 
@@ -163,9 +175,10 @@ class Rounds:
             return state.complete
         return max(state.complete, min(lane.reach for lane in state.lanes.values()))
 
-    def _orders(self) -> Orders:
+    def _orders(self, now: float) -> Orders:
+        heard = {node for node, at in self._heard_at.items() if now - at < SILENT_S}
         return Orders(
-            generation=self._generation, silent=tuple(sorted(self._nodes - self._newest.keys())),
+            generation=self._generation, silent=tuple(sorted(self._nodes - heard)),
             lanes={
                 name: Order(
                     step=state.step, complete=state.complete, reach=self._reach(state),

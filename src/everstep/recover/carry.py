@@ -5,6 +5,7 @@ All ranks must ask for the same things in the same order. Of what every node rea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -15,7 +16,7 @@ from everstep.recover.assemble import Image
 from everstep.recover.shelf import RecordImage
 from everstep.recover.survey import Sources
 from everstep.topology import Topology, broadcast, exchange
-from everstep.types import Holding, ParityHolding, Records
+from everstep.types import Holding, ParityHolding, Records, Source
 
 
 class _Word(msgspec.Struct):
@@ -31,8 +32,16 @@ class Carrier:
 
     def __init__(self, sources: Sources, place: Topology) -> None:
         self._sources, self._place = sources, place
+        self.took: dict[Source, tuple[int, float]] = {}  # bytes of images, and seconds
 
     def image(self, holding: Holding, *, copy: bool = False) -> Image:
+        began = time.monotonic()
+        found = self._image(holding, copy)
+        size, seconds = self.took.get(holding.source, (0, 0.0))
+        self.took[holding.source] = (size + holding.bytes, seconds + time.monotonic() - began)
+        return found
+
+    def _image(self, holding: Holding, copy: bool) -> Image:
         if not self._is_carried(holding):
             return self._sources.fetch(holding, copy=copy)
         _, (data,) = self._carry(holding, lambda: (b"", [self._sources.fetch(holding)[2]]))

@@ -28,7 +28,7 @@ def inquiry(run: str, node: str, note: FleetNote, step: int | None) -> Iterator[
     found: list[Finding] = []
     with ExitStack() as stack:
         for member in (one for one in note.members if one.node != node):
-            peer = Peer(member.node, member.address, note.secret, ANSWERS, timeout_s=PATIENCE_S)
+            peer = Peer(member.node, member.address, note.secret, ANSWERS, encrypt=note.encrypt, timeout_s=PATIENCE_S)
             stack.enter_context(peer)
             try:
                 for source in ("disk", "partner"):

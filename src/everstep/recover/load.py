@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from everstep.errors import Damaged, EverstepError
-from everstep.events import Degraded, Rejected, Sink
+from everstep.events import Degraded, Fetched, Rejected, Sink
 from everstep.image import FORMAT
 from everstep.recover.assemble import Checkpoint, Image, view
 from everstep.recover.carry import Carrier
@@ -93,6 +93,8 @@ def search(
         for one in reports:
             bad += [*one.bad, *one.bad_records, *one.bad_parities]
         if not bad and found is not None:
+            for source, (size, seconds) in carrier.took.items():
+                emit(Fetched(rank=topology.rank, source=source, bytes=size, seconds=seconds))
             return found
         had_past = True
         for what, reason in bad:

@@ -23,7 +23,9 @@ def surveys(run: str, node: str, note: FleetNote) -> list[Survey]:
 def _survey(run: str, note: FleetNote, at: int) -> Survey:
     member = note.members[at]
     rejections: list[Rejection] = []
-    with Peer(member.node, member.address, note.secret, ANSWERS, timeout_s=PATIENCE_S) as peer:
+    with Peer(
+        member.node, member.address, note.secret, ANSWERS, encrypt=note.encrypt, timeout_s=PATIENCE_S
+    ) as peer:  # fmt: skip
         try:
             answer = peer.ask(AskSeals()).answer
             assert isinstance(answer, Seals)

@@ -20,7 +20,7 @@ from everstep.recover.audit import log_files
 from everstep.recover.shelf import RecordImage
 from everstep.recover.survey import Sources
 from everstep.store.log import LogRead, read_log
-from everstep.types import Source
+from everstep.types import Source, learnt
 
 _CALL = "call."  # as capture.form has it, which needs torch
 _CODES = {
@@ -35,6 +35,7 @@ class _Call(msgspec.Struct):
     groups: list[dict[str, Any]]
 
 
+@learnt
 class _Said(msgspec.Struct):
     """What is told of a record's extras."""
 

@@ -44,7 +44,9 @@ class _Reader:
         self._peers: dict[str, Peer[AnyAnswer]] = {}
         if note is not None:
             for member in (one for one in note.members if one.node != sources.node):
-                self._peers[member.node] = Peer(member.node, member.address, note.secret, ANSWERS)
+                self._peers[member.node] = Peer(
+                    member.node, member.address, note.secret, ANSWERS, encrypt=note.encrypt
+                )  # fmt: skip
         self._shelves: dict[tuple[str, str], Shelf] = {}
 
     def image(self, holding: Holding) -> Image:

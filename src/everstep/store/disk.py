@@ -24,7 +24,7 @@ import xxhash
 from everstep.errors import BadConfig, NotEnoughSpace, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, round_up
 from everstep.store.blocks import chunks, publish, read_all, whole_blocks, write_all, write_padded
-from everstep.store.tier import NAME
+from everstep.store.tier import NAME, Passing, freely
 from everstep.types import Survives, Traits
 
 _THREADS = 4
@@ -45,7 +45,7 @@ class DiskTier:
 
     # -- writing
 
-    def put(self, name: str, data: memoryview) -> tuple[int, ...]:
+    def put(self, name: str, data: memoryview, passing: Passing = freely) -> tuple[int, ...]:
         path = self._path(name)
         if path.exists():
             raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path))
@@ -56,7 +56,7 @@ class DiskTier:
             self._make_folder(path.parent)
             temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex[:12]}-{path.name}")
             try:
-                checksums = self._write(temporary, data)
+                checksums = self._write(temporary, data, passing)
                 self.before(f"rename {name}")
                 publish(temporary, path)
             finally:
@@ -65,7 +65,7 @@ class DiskTier:
             self._sync_folder(path.parent)
             return checksums
 
-    def _write(self, path: Path, data: memoryview) -> tuple[int, ...]:
+    def _write(self, path: Path, data: memoryview, passing: Passing) -> tuple[int, ...]:
         self.before(f"create {path.name}")
         descriptor, direct = self._open_for_writing(path, len(data))
         try:
@@ -73,6 +73,7 @@ class DiskTier:
 
             def write_chunk(offset: int) -> int:
                 chunk = data[offset : offset + CHUNK_BYTES]
+                passing(len(chunk))
                 checksum = int(xxhash.xxh3_64_intdigest(chunk))  # before the write: the disk does not wait for the last
                 self.before(f"write {path.name} at {offset}")
                 if direct and len(chunk) % BLOCK:

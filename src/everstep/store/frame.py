@@ -18,7 +18,7 @@ import xxhash
 from everstep.errors import NewerFormat, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, round_up
 from everstep.store.tier import Tier
-from everstep.types import Frame
+from everstep.types import Frame, learnt
 
 MAGIC = b"EVERSLOG"
 MAX_FRAME_HEADER_BYTES = 16 << 20
@@ -51,6 +51,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return round_up(self.offset + self.length, BLOCK)
 
 
+@learnt
 class _Format(msgspec.Struct):
     format: int
 

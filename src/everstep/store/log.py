@@ -20,12 +20,13 @@ from everstep.errors import Damaged, Mismatch, NewerFormat, TierFailed
 from everstep.image import FORMAT, ImageLayout, parse
 from everstep.store.frame import Bad, Record, check_payload, check_payloads, encode_frame, followed, read_frame
 from everstep.store.tier import Tier
-from everstep.types import Frame, ImageInfo
+from everstep.types import Frame, ImageInfo, learnt
 
 _FOLDER = re.compile(r"log-(\d{10})")
 _FILE = re.compile(r"log-\d{10}/rank-(\d{5})\.log")
 
 
+@learnt
 class _Place(msgspec.Struct):
     data_offsets: tuple[int, int]
 

@@ -19,7 +19,18 @@ import xxhash
 from everstep.errors import Damaged, NewerFormat
 from everstep.image import CHUNK_BYTES, FORMAT
 from everstep.store.tier import Tier
-from everstep.types import Attempt, Commit, DatasetRecord, HaltRecord, ParityRecord, Part, Piece, RunRecord, TiersRecord
+from everstep.types import (
+    Attempt,
+    Commit,
+    DatasetRecord,
+    HaltRecord,
+    ParityRecord,
+    Part,
+    Piece,
+    RunRecord,
+    TiersRecord,
+    learnt,
+)
 
 Record = TypeVar("Record", Commit, Part, RunRecord, TiersRecord, ParityRecord, HaltRecord, Attempt, DatasetRecord)
 
@@ -32,6 +43,7 @@ RUN_RECORD = "run.json"
 Folder = Callable[[int], str]  # where the parts of a step lie
 
 
+@learnt
 class _Format(msgspec.Struct):
     format: int
 

@@ -25,7 +25,7 @@ import xxhash
 from everstep.errors import BadConfig, TierFailed
 from everstep.image import CHUNK_BYTES, round_up
 from everstep.store.bucket import open_store, stay_in_one_process, translated
-from everstep.store.tier import NAME
+from everstep.store.tier import NAME, Passing, freely
 from everstep.types import Survives, Traits
 
 # After bucket, which says what to do where it is missing.
@@ -54,12 +54,13 @@ class ObjectTier:
 
     # -- writing
 
-    def put(self, name: str, data: memoryview) -> tuple[int, ...]:
+    def put(self, name: str, data: memoryview, passing: Passing = freely) -> tuple[int, ...]:
         data, checksums = data.cast("B"), list[int]()
 
         def chunks() -> Iterator[memoryview]:
             for at in range(0, len(data), CHUNK_BYTES):
                 chunk = data[at : at + CHUNK_BYTES]
+                passing(len(chunk))
                 checksums.append(int(xxhash.xxh3_64_intdigest(chunk)))
                 yield chunk
 

@@ -19,13 +19,23 @@ from everstep.types import Traits
 NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")  # what a blob may be called
 
 
+Passing = Callable[[int], None]  # called with the bytes of every chunk of a put, before it is written; it may wait
+
+
+def freely(size_bytes: int) -> None:
+    """As fast as the medium takes them."""
+
+
 class Tier(Protocol):
     name: str
     traits: Traits
     before: Callable[[str], None]  # called before every operation on the medium; tests kill here
 
-    def put(self, name: str, data: memoryview) -> tuple[int, ...]:
-        """Store a blob under a new name and return the checksums of its chunks. FileExistsError if it is there."""
+    def put(self, name: str, data: memoryview, passing: Passing = freely) -> tuple[int, ...]:
+        """Store a blob under a new name and return the checksums of its chunks. FileExistsError if it is there.
+
+        What `passing` raises ends the put, of which nothing is left then.
+        """
 
     def append(self, name: str, parts: Sequence[memoryview]) -> None:
         """Add bytes at the end of a growing blob, made if need be, and force them onto the medium; not all or nothing.
