@@ -44,6 +44,13 @@ class Server:
     def options(self) -> dict[str, str]:
         return {"endpoint": f"http://127.0.0.1:{self.port}", **KEYS}
 
+    def environment(self, *folders: Path) -> dict[str, str]:
+        """For a process that finds this server by itself, and modules in these folders."""
+        return {
+            **os.environ, **{f"AWS_{name.upper()}": value for name, value in KEYS.items()}, "AWS_ALLOW_HTTP": "true",
+            "AWS_ENDPOINT": f"http://127.0.0.1:{self.port}", "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        }  # fmt: skip
+
     def ask(self, method: str, key: str, body: bytes | None = None) -> bytes:
         """Past the tier: what an administrator does, or an accident."""
         signature = "AWS4-HMAC-SHA256 Credential=none/20260101/us-east-1/s3/aws4_request"  # looked at, not checked

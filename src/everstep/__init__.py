@@ -16,18 +16,18 @@ store/          onto a medium, all or nothing           tier blocks disk memory 
 store/          an object store                         bucket objects
 store/          where it lies, and whose it is          places claim halts
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
-keeper/         out of the trainer's way                protocol session roster flush logbook pace scavenge process
+keeper/         out of the trainer's way                protocol session roster flush book logbook pace scavenge process
 keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer
 keeper/         who goes on after a loss                views assembly
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
-keeper/         beyond this node, a lane each           lane transit deeper partners parity_work copies
+keeper/         beyond this node, a lane each           lane transit deeper sinking partners parity_work copies guests
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client arrival keeping
 # the road home: a byte returns
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
-recover/        for people and tools who read          others reach times audit salvage records rebuild retrieve
+recover/        for people and tools who read          others reach times audit inquiry salvage records rebuild retrieve
 live/           without leaving the loop                line presence regroup loop
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run

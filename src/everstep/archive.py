@@ -6,7 +6,8 @@ Needs neither the model nor a GPU, and no torch until load() or export().
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -26,6 +27,7 @@ from everstep.keeper import flush
 from everstep.keeper.client import keeper_pid, levels_of, replica_of
 from everstep.keeper.note import read_note
 from everstep.recover.audit import (
+    Check,
     Finding,
     chains,
     check_chain,
@@ -36,6 +38,7 @@ from everstep.recover.audit import (
     check_values,
     is_training,
     log_files,
+    not_asked,
     sound_plan,
 )
 from everstep.recover.plan import make_plan, merge, reaches, up_to
@@ -52,6 +55,7 @@ from everstep.recover.reach import (
     take_away,
 )
 from everstep.recover.records import Entry, entries
+from everstep.recover.shelf import Shelf
 from everstep.recover.survey import Sources
 from everstep.recover.times import Times, measure, times
 from everstep.store.disk import DiskTier
@@ -160,22 +164,24 @@ class Archive:
     def verify(
         self, step: int | None = None, *, replay: bool = False, watch: Callable[[int, int], None] | None = None
     ) -> list[Finding]:
-        """Read and check every byte of a step, or of all of them, in memory and on disk, with the log.
+        """Read and check every byte of a step, or of all of them, in memory and on all tiers, with the log.
 
+        So is what other nodes have on their disks and hold for others, where their keepers answer; of one that does
+        not, a finding says that it could not be asked.
         replay: also repeat the steps that the log has and compare with what training noted of its state.
         watch: is told how many bytes of how many are done.
         """
-        with self._sources() as sources:
+        with self._sources() as sources, self._inquiry(sources, step) as (others, found):
             survey = sources.survey()
-            checks = self._checks(sources, survey, step)
+            checks = self._checks(sources, survey, step) + others
             if replay:
                 steady = only(survey, "disk") if is_training(sources) else survey
                 for plan in chains(sources, steady, step):
                     checks.append((records_of(plan)[1], partial(check_chain, sources, survey, plan)))
-            found = [f for f in check_rejections(sources, survey) if step is None or f.step == step]
+            found += [f for f in check_rejections(sources, survey) if step is None or f.step == step]
             if step is None and not is_training(sources):
                 found += check_rings(sources)
-            if not checks and not found and step is not None:
+            if not checks and not any(one.asked for one in found) and step is not None:
                 there = in_words(sorted(restorable(survey)))
                 raise NothingToRestore(f"there is no step {step}; there are [{there}]")
             done, total = 0, sum(size for size, _ in checks)
@@ -184,24 +190,36 @@ class Archive:
                 done += size
                 if watch is not None:
                     watch(done, total)
-            return sorted(found, key=lambda f: (f.step, f.source, f.rank))
+            return sorted(found, key=lambda f: (f.step, f.source, f.rank, f.node))
 
-    def _checks(self, sources: Sources, survey: Survey, step: int | None) -> list[tuple[int, Callable[[], Finding]]]:
+    @contextmanager
+    def _inquiry(self, sources: Sources, step: int | None) -> Iterator[tuple[list[Check], list[Finding]]]:
+        """What is to be checked on other nodes, and who of them cannot be asked."""
+        note = read_note(self.run)
+        if note is not None and len(note.members) > 1:
+            from everstep.recover.inquiry import inquiry  # needs a package that one node alone does not
+
+            with inquiry(self.run, sources.node, note, step) as found:
+                yield found
+            return
+        is_alone = note is not None or not partial_steps(self._tier, self.run)
+        reason = "no keeper of this node is there that knows them"
+        yield [], [] if is_alone else [not_asked("others", reason)]
+
+    def _checks(self, sources: Sources, survey: Survey, step: int | None) -> list[Check]:
         """What there is to read, with its bytes: all, or what a step consists of."""
-        holdings, files, limit = survey.holdings, log_files(sources), None
+        holdings, plan = survey.holdings, None
         if step is not None:
-            everywhere, files = files, []
             holdings = tuple(h for h in holdings if h.step == step)
             if not holdings and step in restorable(survey):
                 plan = make_plan(up_to(msgspec.structs.replace(survey, attempts=()), step), {sources.node})
-                holdings, limit = plan.parts, step
-                files = [(start, rank) for start, rank in everywhere if _is_between(plan, start, rank, everywhere)]
-        checks: list[tuple[int, Callable[[], Finding]]] = [(h.bytes, partial(check_part, sources, h)) for h in holdings]
-        if step is None or limit is not None:
+                holdings = plan.parts
+        checks: list[Check] = [(h.bytes, partial(check_part, sources, h)) for h in holdings]
+        if step is None or plan is not None:
             wanted = [v for v in survey.values if step in (None, v.step)]
             checks += [(v.bytes, partial(check_values, sources, v)) for v in wanted]
-        for start, rank in files:
-            checks.append((sources.tier.size(log_name(start, rank)), partial(check_log, sources, start, rank, limit)))
+            for shelf in sources.shelves.values():
+                checks += _log_checks(shelf, plan)
         return checks
 
     # -- getting it out
@@ -233,7 +251,7 @@ class Archive:
         return checkpoint.step
 
     def scavenge(self, to: str | None = None, *, watch: Callable[[int, int], None] | None = None) -> tuple[int, str]:
-        """After the job is gone for good: write the newest base that all nodes together still have to one place.
+        """After the job is gone for good: write the newest step that all nodes together still have to one place.
 
         to: a directory; by default the deepest tier of the run, else its own directory. Returns the step, and where.
         """
@@ -337,7 +355,7 @@ class Archive:
                 return []
             ways = [(parts[0].step, steps[-1]) for parts, steps in reaches(sources.survey(), {sources.node})]
             ways += [(step, _UNKNOWN) for step in partial_steps(self._tier, self.run)]
-            for start, rank in log_files(sources):
+            for start, rank in log_files(sources.tier):
                 try:
                     end = scan(self._tier, start, rank, self.run).last
                 except NewerFormat:
@@ -349,6 +367,22 @@ class Archive:
             if not self._tier.names(log_folder(start)):
                 self._tier.delete_folder(log_folder(start))
         return sorted(gone)
+
+
+def _log_checks(shelf: Shelf, plan: Plan | None) -> list[Check]:
+    """The files of the log on one tier: all, or those that a plan may need."""
+    try:
+        files = log_files(shelf.tier)
+        if plan is not None:
+            is_used = any(one.source == shelf.source for one in plan.records)
+            files = [(start, rank) for start, rank in files if is_used and _is_between(plan, start, rank, files)]
+        limit = plan.step if plan is not None else None
+        return [
+            (shelf.tier.size(log_name(start, rank)), partial(check_log, shelf, start, rank, limit))
+            for start, rank in files
+        ]
+    except OSError:
+        return []  # it cannot be listed, which the survey says
 
 
 def _is_between(plan: Plan, start: int, rank: int, files: list[tuple[int, int]]) -> bool:

@@ -383,7 +383,9 @@ class Run:
                 self._keeping.take(self.step, base=True)
                 self._capture.wait_sealed()
                 self._keeper.wait_durable(self.step, None, as_base=True)
-                if self.settings.tiers.deeper and not self._keeper.wait_for(Level.SHARED, self.step, _DEEPEST_S):
+                if self.settings.tiers.deeper and not self._keeper.wait_for(
+                    Level.SHARED, self.step, _DEEPEST_S, as_base=True
+                ):
                     raise EverstepError(
                         f"step {self.step} is durable, but the deepest tier did not take it within {_DEEPEST_S:.0f} s; "
                         "see the keeper's events. When the tier is back, `everstep scavenge "

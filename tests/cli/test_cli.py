@@ -153,7 +153,7 @@ def test_show_tells_what_a_step_is_made_of(cli: Cli, finished: Path) -> None:
 def test_verify_reads_everything_and_finds_it_sound(cli: Cli, finished: Path, killed: Path) -> None:
     said = cli("verify", finished, "--json")
     assert said.code == 0
-    keys = {"step", "source", "rank", "bytes", "problem", "checked", "file", "note"}
+    keys = {"step", "source", "rank", "bytes", "problem", "checked", "file", "note", "node", "asked"}
     assert [set(found) for found in said.json] == [keys] * 3
     assert {(f["step"], f["rank"], f["problem"]) for f in said.json} == {(2, 0, ""), (4, 0, ""), (6, 0, "")}
     assert [f["step"] for f in cli("verify", finished, "--step", 4, "--json").json] == [4]

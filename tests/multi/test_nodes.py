@@ -14,11 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
 import torch.distributed as dist
 from cluster import STEPS, die_at, results
+from situation import flip
 from typer.testing import CliRunner
 
 import everstep
 from everstep import Parity, Partner, Shared
 from everstep.cli import app
+from everstep.keeper.note import forget_note
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 from everstep.types import Plan
@@ -122,9 +124,10 @@ def test_what_is_left_when_all_trainers_are_gone_reaches_the_shared_tier(cluster
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("scheme", ["partner", "xor"])
-def test_scavenging_completes_what_a_lost_node_had(scheme: str, cluster: Any, undisturbed: Any) -> None:
-    nodes = cluster(1, 1, 1, tiers=[Partner()] if scheme == "partner" else [Parity("xor")])
+@pytest.mark.parametrize(("scheme", "strategy"), [("partner", "snapshot"), ("xor", "snapshot"), ("partner", "log")])
+def test_scavenging_completes_what_a_lost_node_had(scheme: str, strategy: str, cluster: Any, undisturbed: Any) -> None:
+    """With a log what is rescued is a base, and the records that lead on from it."""
+    nodes = cluster(1, 1, 1, tiers=[Partner()] if scheme == "partner" else [Parity("xor")], strategy=strategy)
     nodes.live(die_at(5, level="protected"))
     nodes.lose(nodes.nodes[2])
     rescued = nodes.root / "rescued"
@@ -136,11 +139,44 @@ def test_scavenging_completes_what_a_lost_node_had(scheme: str, cluster: Any, un
         if step == 5:
             break
         assert time.monotonic() < deadline, f"only step {step} could be rescued"
+    assert (committed_steps(DiskTier(rescued))[-1] < 5) == (strategy == "log")
     nodes.lose(*nodes.nodes)
     nodes.options["tiers"] = [Shared(str(rescued))]
     ended = results(nodes.live())
     assert [one["resumed_from"] for one in ended] == [5] * 3
     assert {one["state"] for one in ended} == {undisturbed(1, 1, 1)}
+
+
+@pytest.mark.parametrize("strategy", ["snapshot", "log"])
+def test_verify_reads_what_other_nodes_have_and_names_those_that_it_could_not_ask(strategy: str, cluster: Any) -> None:
+    nodes = cluster(1, 1, 1, tiers=[Partner()], strategy=strategy)
+
+    def when(run: everstep.Run, rank: int) -> None:
+        if run.step == 5:
+            run.wait("durable")
+        die_at(5, level="protected")(run, rank)
+
+    nodes.live(when)
+    here, other, gone = nodes.nodes
+
+    def verify(*words: str) -> tuple[int, str]:
+        asked = ["verify", str(nodes.directory(here)), *words]
+        ended = nodes.on(here, lambda: CliRunner().invoke(app, asked, env={"COLUMNS": "300"}))
+        return ended.exit_code, ended.output
+
+    code, said = verify()
+    assert code == 0 and f"disk of {other}" in said and f"partner of {gone}" in said and "not asked" not in said
+    rows = [row for row in said.splitlines() if f"disk of {other}" in row]
+    assert any("records after step" in row for row in rows) == (strategy == "log")
+    flip(nodes.directory(other).glob("step-*/*.safetensors"))
+    nodes.kill_keeper(gone)
+    code, said = verify()
+    assert code == 4 and f"not asked: {gone}: " in said and f"disk of {gone}" not in said
+    damaged = [finding for finding in msgspec.json.decode(verify("--json")[1]) if finding["problem"]]
+    assert {(one["node"], one["source"]) for one in damaged} == {(other, "disk")}
+    nodes.on(here, lambda: forget_note(nodes.run()))
+    code, said = verify()
+    assert code == 0 and "not asked: others: no keeper of this node is there that knows them" in said
 
 
 def test_gc_keeps_what_is_held_for_other_nodes_until_it_is_told_otherwise(cluster: Any) -> None:

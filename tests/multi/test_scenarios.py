@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed as dist
-from buckets import BUCKET, KEYS, Server, alone
+from buckets import BUCKET, Server, alone
 from cluster import STEPS, Cluster, die_at, results
 from doom import keeper_with
 from situation import flip, guests, refusal, step_files
@@ -26,6 +27,7 @@ from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 
 AT = 5
+WAYS = (Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "src")
 
 
 def told(cluster: Cluster) -> list[Rejected]:
@@ -108,8 +110,8 @@ from pathlib import Path
 from cluster import STEPS, Cluster, die_at, results
 from everstep import Objects
 
-root, bucket, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-nodes = Cluster(root, (1, 1))
+root, bucket, at, strategy = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+nodes = Cluster(root, (1, 1), strategy=strategy)
 nodes.options["tiers"] = [Objects(f"s3://{bucket}/{root.name}", every=2)]
 try:
     first = nodes.live(die_at(at, level="shared"))
@@ -122,19 +124,17 @@ finally:
 """
 
 
-def test_when_all_caches_are_gone_the_object_store_is_read(tmp_path: Path, undisturbed: Any, server: Server) -> None:
+@pytest.mark.parametrize("strategy", ["snapshot", "log"])
+def test_when_all_caches_are_gone_the_object_store_is_read(
+    strategy: str, tmp_path: Path, undisturbed: Any, server: Server
+) -> None:
     """In a process that has never used an object store: those that are forked from one cannot."""
-    folder = Path(__file__).parent
-    environment = {
-        **os.environ, **{f"AWS_{name.upper()}": value for name, value in KEYS.items()}, "AWS_ALLOW_HTTP": "true",
-        "AWS_ENDPOINT": f"http://127.0.0.1:{server.port}",
-        "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent, folder.parents[1] / "src"))),
-    }  # fmt: skip
-    (tmp_path / "objects").mkdir()
-    job = alone(ON_AN_OBJECT_STORE, tmp_path / "objects", BUCKET, str(AT), env=environment)
+    (tmp_path / strategy).mkdir()
+    job = alone(ON_AN_OBJECT_STORE, tmp_path / strategy, BUCKET, str(AT), strategy, env=server.environment(*WAYS))
     said, _ = job.communicate(timeout=200)
     assert said.split() == [str(AT), str(STEPS), undisturbed(1, 1)] * 2
-    assert any(f"step-{STEPS:010d}.json" in key for key in server.objects("objects"))
+    assert any(f"step-{STEPS:010d}.json" in key for key in server.objects(strategy))
+    assert any("/log-" in key for key in server.objects(strategy)) == (strategy == "log")
 
 
 def test_a_damaged_step_of_the_shared_tier_is_passed_over_and_made_anew(cluster: Any, undisturbed: Any) -> None:
@@ -332,3 +332,30 @@ def test_small_clusters_are_killed_and_go_on(ranks: tuple[int, ...], cluster: An
     if len(ranks) > 1:
         nodes.lose(nodes.nodes[0])
     came_home(nodes, undisturbed(*ranks))
+
+
+@pytest.mark.parametrize("then", ["partner", "none", pytest.param("xor", marks=pytest.mark.soak)])
+def test_parity_and_copies_of_a_scheme_that_is_no_longer_used_go_once_nothing_needs_them(
+    then: str, cluster: Any, undisturbed: Any
+) -> None:
+    first = SCHEMES["partner" if then == "xor" else "xor"]
+    nodes = cluster(1, 1, 1, tiers=first)
+    nodes.live(die_at(AT, level="protected"))
+    folders = "step-*" if then == "xor" else "parity-*"
+
+    def left() -> list[Path]:
+        return [path for node in nodes.nodes for path in guests(nodes, node).glob(folders)]
+
+    assert left()
+
+    def when(run: Any, rank: int) -> None:
+        assert run.wait("durable" if then == "none" else "protected", timeout=60)
+        dist.barrier()
+        deadline = time.monotonic() + 30
+        while run.step == STEPS - 1 and left():
+            assert time.monotonic() < deadline, f"still there: {left()}"
+            time.sleep(0.02)
+        dist.barrier()
+
+    ended = results(nodes.live(when, tiers=SCHEMES[then] if then != "none" else []))
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, 1)}

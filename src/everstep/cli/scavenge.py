@@ -1,4 +1,4 @@
-"""`everstep scavenge`: after a job is gone for good, bring its newest base to where it stays."""
+"""`everstep scavenge`: after a job is gone for good, bring its newest step to where it stays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def command(
     json: Json = False,
     memory: MemoryPath = None,
 ) -> None:
-    """Write the newest base that all nodes together still have to one place, with what lost nodes had rebuilt."""
+    """Write the newest step that all nodes together still have to one place, with what lost nodes had rebuilt."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -20,24 +20,31 @@ def command(
     json: Json = False,
     memory: MemoryPath = None,
 ) -> None:
-    """Read and check every byte of a step, or of all steps and the log; exit code 4 if anything is damaged."""
+    """Read and check every byte of a step, or of all steps and the log, here and on nodes whose keepers answer.
+
+    Exit code 4 if anything is damaged. Nodes that could not be asked are named.
+    """
     findings = _watched(open(directory, memory=memory), step, replay)
     bad = [finding for finding in findings if finding.problem]
+    unasked = [finding for finding in findings if not finding.asked]
     if json:
         print_json(findings)
     else:
         rows = [
             [
                 str(f.step),
-                f.source,
+                f"{f.source} of {f.node}" if f.node else f.source,
                 str(f.rank) if f.rank >= 0 else "all",
                 human_bytes(f.bytes),
                 _verdict(f),
             ]
             for f in findings
+            if f.asked
         ]
         print_table(["step", "source", "rank", "size", "verdict"], rows)
-        print(f"{len(findings) - len(bad)} sound, {len(bad)} damaged")
+        print(f"{len(findings) - len(bad) - len(unasked)} sound, {len(bad)} damaged")
+        for finding in unasked:
+            print(f"not asked: {finding.node}: {finding.note}")
     if bad:
         raise typer.Exit(4)
 

@@ -82,7 +82,7 @@ class KeeperClient:
         self._inline: threading.Thread | None = None
         self._members: tuple[Member, ...] = ()
         self.address = ""  # of the keeper, for other nodes
-        self.durable_step = self.durable_base = self.protected_step = self.shared_step = -1
+        self.durable_step = self.durable_base = self.protected_step = self.shared_step = self.shared_base = -1
         self.shared_next = self.protected_missed = self.shared_missed = -1
         self.base_write_s = self.record_write_s = -1.0  # what the last ones took
         self.flushes: tuple[Flush, ...] = ()
@@ -192,8 +192,10 @@ class KeeperClient:
         self.trouble = ""
 
         def reached() -> bool:
-            durable = self.durable_base if as_base else self.durable_step
-            levels = {Level.DURABLE: durable, Level.PROTECTED: self.protected_step, Level.SHARED: self.shared_step}
+            durable, shared = self.durable_step, self.shared_step
+            if as_base:
+                durable, shared = self.durable_base, self.shared_base
+            levels = {Level.DURABLE: durable, Level.PROTECTED: self.protected_step, Level.SHARED: shared}
             return levels[level] >= step
 
         while not reached() and not self.trouble:
@@ -269,6 +271,7 @@ class KeeperClient:
                     self.durable_base = max(self.durable_base, message.base)
                     self.protected_step = max(self.protected_step, message.protected)
                     self.shared_step = max(self.shared_step, message.shared)
+                    self.shared_base = max(self.shared_base, message.shared_base)
                     self.shared_next, self.shared_missed = message.shared_next, message.shared_missed
                     self.protected_missed = message.protected_missed
                     self._state.notify_all()

@@ -11,48 +11,18 @@ from everstep.events import FlushCancelled, Retired, Sank, Sink
 from everstep.keeper import flush
 from everstep.keeper.lane import HeldBase
 from everstep.keeper.protocol import Flush, Hello
+from everstep.keeper.sinking import Sinking
 from everstep.keeper.transit import CalledOff, Transit
-from everstep.store.log import cut_after, log_folder, rank_of, segments
+from everstep.store.claim import sign
+from everstep.store.log import cut_after, strangers
 from everstep.store.manifest import (
-    parity_folder,
-    parity_steps,
-    read_record,
+    committed_steps,
     read_single_part,
     step_folder,
-    step_folders,
 )
-from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
 from everstep.tiers import Deeper, Shared, rate_of
-from everstep.types import ParityRecord, Part, Source
-
-
-def forget_guests(guests: MemoryTier, hello: Hello) -> None:
-    """What others entrusted to this node in lives that went another way than the present one makes room."""
-    after = -1 if hello.resumed_from is None else hello.resumed_from
-    for step in step_folders(guests):
-        if step > after and not _is_of(guests, step_folder(step), Part, hello):
-            guests.delete_folder(step_folder(step))
-    for step in parity_steps(guests):
-        if step > after and not _is_of(guests, parity_folder(step), ParityRecord, hello):
-            guests.delete_folder(parity_folder(step))
-    named = {name for start in segments(guests) for name in guests.names(log_folder(start))}
-    ranks = {rank for rank in map(rank_of, named) if rank is not None}
-    cut_after(guests, hello.resumed_from, ranks, hello.run, hello.generation)
-
-
-def _is_of(guests: MemoryTier, folder: str, kind: type[Part] | type[ParityRecord], hello: Hello) -> bool:
-    """Whether something in a folder is of the present life, which may only have lost its keeper."""
-    for name in guests.names(folder):
-        try:
-            if not name.endswith(".json"):
-                continue
-            record = read_record(guests, name, Part) if kind is Part else read_record(guests, name, ParityRecord)
-            if record.generation == hello.generation:
-                return True
-        except (Damaged, OSError):
-            continue
-    return False
+from everstep.types import Source
 
 
 def _kept_on(chosen: Deeper, hello: Hello) -> Keep:
@@ -67,12 +37,14 @@ class DeeperWork:
     stays = False
 
     def __init__(
-        self, chosen: Deeper, tier: Tier, hello: Hello, emit: Sink, objection: Callable[[str, int], str], *,
-        retires: bool,
+        self, chosen: Deeper, tier: Tier, hello: Hello, records: Sinking, emit: Sink,
+        objection: Callable[[str, int], str], *, retires: bool,
     ) -> None:  # fmt: skip
-        """`objection`: why a step is not wanted there any more. `retires`: this node lets go what nobody needs."""
+        """`records`: those that follow the bases. `objection`: why a step is not wanted there any more. `retires`: this
+        node lets go what nobody needs."""
         self.tier: Source = "shared" if isinstance(chosen, Shared) else "objects"
         self.name: str = self.tier
+        self.records = records
         self._chosen, self._tier, self._hello = chosen, tier, hello
         self._emit, self._objection, self._retires = emit, objection, retires
         self._has_begun = False
@@ -84,6 +56,19 @@ class DeeperWork:
         return transit.state() if transit is not None else None
 
     def do(self, base: HeldBase) -> int:
+        if not self._has_begun:
+            sign(self._tier, self._hello.run, self._emit)  # it may not have been there when the run began
+            if self._retires:
+                self._begin()
+            self._has_begun = True
+        self.records.hold(base.step)
+        try:
+            return self._send(base)
+        except BaseException:
+            self.records.let_go()
+            raise
+
+    def _send(self, base: HeldBase) -> int:
         size = sum(seal.length for _, _, seal in base.images())
         transit = Transit(self.name, base.step, size, rate_of(self._chosen), partial(self._objection, self.name))
         self._transit = transit
@@ -100,12 +85,16 @@ class DeeperWork:
         finally:
             self._transit = None
 
+    def _begin(self) -> None:
+        """What other lives left beyond the step that this one goes on from is gone before anything of it is there."""
+        hello = self._hello
+        for step in flush.disown(self._tier, hello.resumed_from, hello.run, hello.generation):
+            self._emit(Retired(step=step, reason="it was passed over when the run went on from an earlier one"))
+        ranks = strangers(self._tier, hello.resumed_from, hello.run, hello.generation)
+        cut_after(self._tier, hello.resumed_from, ranks, hello.run, hello.generation)
+
     def _bring(self, base: HeldBase, transit: Transit) -> int:
         size = 0
-        if self._retires and not self._has_begun:
-            for step in flush.disown(self._tier, self._hello.resumed_from, self._hello.run, self._hello.generation):
-                self._emit(Retired(step=step, reason="it was passed over when the run went on from an earlier one"))
-            self._has_begun = True
         for arena, slot, seal in base.images():
             if self._has(base.step, arena.rank, seal.generation, seal.length):
                 transit.count(seal.length)
@@ -131,7 +120,7 @@ class DeeperWork:
         return flush.commit(self._tier, step, range(world), world, self._hello.generation)
 
     def reach(self, base: int) -> int:
-        return base  # records stay nearer
+        return self.records.reach(base)
 
     def over(self, base: int, before: int) -> None:
         if not self._commit(base):
@@ -140,4 +129,5 @@ class DeeperWork:
             for gone in flush.retire(self._tier, _kept_on(self._chosen, self._hello), self._hello.run):
                 self._emit(Retired(step=gone, reason=f"newer checkpoints are on {self._tier.name}"))
             flush.clean(self._tier)
+        self.records.follow(base, oldest=min(committed_steps(self._tier)) if self._retires else None)
         self._emit(Sank(step=base, tier=self.name))

@@ -37,6 +37,7 @@ from everstep.keeper.exchange import (
     Told,
 )
 from everstep.keeper.lane import HeldBase, LaneWorker, Work
+from everstep.keeper.logbook import Logbook
 from everstep.keeper.note import FleetNote, forget_note, write_note
 from everstep.keeper.parity_work import ParityWork, member_of
 from everstep.keeper.partners import PartnerWork
@@ -47,9 +48,11 @@ from everstep.keeper.rate import Limiter
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
 from everstep.keeper.session import SOON_S, longer
+from everstep.keeper.sinking import Sinking
 from everstep.protect.groups import NodePlace, parity_groups, partners
 from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
+from everstep.store.tier import Tier
 from everstep.tiers import Parity, Partner, Tiers, rate_of, tier_name
 from everstep.types import Holding, Level, Records, Source, Survives
 
@@ -74,12 +77,13 @@ class Fleet:
         self._members: tuple[Member, ...] = ()
         self._peers: dict[str, Peer[AnyAnswer]] = {}
         self._lanes: dict[str, LaneWorker] = {}
-        self._deeper: list[DeeperWork] = []
+        self._deeper: Sequence[DeeperWork] = []
         self._reported: dict[str, Callable[[], Lane]] = {}  # lanes that others work in
         self._rounds: Rounds | None = None
         self._rounding = threading.Lock()
         self.orders = Orders()
         self.wanted: dict[str, int] = {}
+        self._wanted_bases: dict[str, int] = {}
         self._stuck_since = time.monotonic()
         self._silent: tuple[str, ...] = ()
         self._silent_since: float | None = time.monotonic()  # None: it was told of
@@ -101,33 +105,44 @@ class Fleet:
 
     # -- beginning and ending
 
-    def join(self, members: tuple[Member, ...], deeper: list[DeeperWork], disk: Callable[[], Lane] | None) -> None:
+    def sinking(self, lane: str, tier: Tier, disk: Logbook) -> Sinking:
+        """What brings records from this node's disk to a deeper tier."""
+        return Sinking(tier, disk, self._hello, self._cadences()[lane], self._emit, partial(self._is_urgent, lane))
+
+    def _is_urgent(self, lane: str) -> bool:
+        return self.wanted.get(lane, NONE) > self.order(lane).reach or not self._roster.is_anybody_alive()
+
+    def _cadences(self) -> dict[str, Every]:
+        """How often bases go to each place."""
+        found = {tier_name(tier): tier.cadence for tier in self._tiers.deeper}
+        if self._tiers.protection is not None:
+            found["protect"] = Every(steps=self._tiers.protection.every)
+        return found | {"disk": Every(steps=self._hello.every_steps, seconds=self._hello.every_s)}
+
+    def join(
+        self, members: tuple[Member, ...], deeper: Sequence[DeeperWork], disk: Callable[[], Lane] | None
+    ) -> None:  # fmt: skip
         """Begin to work with the others. `disk`: how far this node's disk is, where there are several."""
         self._members, self._deeper = members, deeper
         self._meet(members)
-        works = [*self._protection(), *deeper]
-        cadences: dict[str, Every] = {"shared": Every(), "objects": Every(), "disk": Every()}
-        cadences |= {tier_name(tier): tier.cadence for tier in self._tiers.deeper}
-        if self._tiers.protection is not None:
-            cadences["protect"] = Every(steps=self._tiers.protection.every)
-        cadences["disk"] = Every(steps=self._hello.every_steps, seconds=self._hello.every_s)
+        works: list[Work] = [*self._protection(), *deeper]
         if disk is not None:
             self._reported["disk"] = disk
         for work in works:
             self._lanes[work.name] = LaneWorker(work, self._roster, self._emit, partial(self.order, work.name))
             self._reported[work.name] = self._lanes[work.name].status
         if members[0].node == self._node:
-            names = {name: cadences[name] for name in self._reported}
+            names = {name: every for name, every in self._cadences().items() if name in self._reported}
             self._rounds = Rounds([m.node for m in members], names, self._hello.generation, _SHARE)
         if self._reported:
             self._threads.append(threading.Thread(target=self._tell_loop, name="everstep-tell", daemon=True))
         for lane in self._lanes.values():
             name = f"everstep-{lane.name}"
             self._threads.append(threading.Thread(target=lane.work, args=(self._ending,), name=name, daemon=True))
-        if self._copies is not None:
-            self._threads.append(
-                threading.Thread(target=self._copies.work, args=(self._ending,), name="everstep-copies", daemon=True)
-            )
+        copiers: list[Copies | Sinking] = [work.records for work in self._deeper]
+        for records in copiers if self._copies is None else [*copiers, self._copies]:
+            name = f"everstep-{type(records).__name__.lower()}"
+            self._threads.append(threading.Thread(target=records.work, args=(self._ending,), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -201,21 +216,25 @@ class Fleet:
         deeper = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
         if newest is not None and any(lane.complete < newest - 1 for lane in deeper):
             return False  # a rank may have been a step ahead of the others when all died
+        if not all(work.records.is_even for work in self._deeper):
+            return False
         return self._rounds is None or self._rounds.has_told_all
 
-    def want(self, level: Level, step: int) -> None:
-        """Somebody waits until a step has reached a level."""
+    def want(self, level: Level, step: int, *, as_base: bool) -> None:
+        """Somebody waits until a step has reached a level, or its base has."""
         lanes = {Level.DURABLE: ["disk"], Level.PROTECTED: ["protect"]}.get(
             level, list(map(tier_name, self._tiers.deeper))
         )
         for lane in lanes:
-            self.wanted[lane] = max(step, self.wanted.get(lane, NONE))
+            for wanted in (self.wanted, self._wanted_bases) if as_base else (self.wanted,):
+                wanted[lane] = max(step, wanted.get(lane, NONE))
 
     def cancel(self) -> None:
         """What is on its way to deeper tiers stops, on all nodes. Who waits for it elsewhere has it begun anew."""
         for work in self._deeper:
             self._lanes[work.name].cancel()
             self.wanted.pop(work.name, None)
+            self._wanted_bases.pop(work.name, None)
 
     def objection(self, lane: str, step: int) -> str:
         """Why a step that is on its way is not wanted any more; empty if it is."""
@@ -234,14 +253,20 @@ class Fleet:
         lanes = [self._lanes[tier_name(tier)] for tier in self._tiers.deeper if self._lanes]
         return {
             "protected": protect.reach,
-            "shared": min((lane.complete for lane in lanes), default=NONE),
+            "shared": min(map(self._reach, lanes), default=NONE),
+            "shared_base": min((lane.complete for lane in lanes), default=NONE),
             "shared_next": min((order.step for order in deeper), default=NONE),
             "protected_missed": protect.missed,
             "shared_missed": max((order.missed for order in deeper), default=NONE),
         }
 
+    def _reach(self, lane: LaneWorker) -> int:
+        """A base counts when this node has seen to it, and records when all nodes say that they lead further."""
+        order = self.order(lane.name)
+        return order.reach if order.reach > order.complete else lane.complete
+
     def forget_guests(self) -> None:
-        """The run is finished: nobody will ask for what was entrusted to this node."""
+        """Nobody will ask for what was entrusted to this node."""
         shutil.rmtree(self._guests.root, ignore_errors=True)
 
     # -- telling
@@ -273,6 +298,7 @@ class Fleet:
         return Report(
             node=self._node, generation=self._hello.generation, newest=NONE if newest is None else newest,
             is_alive=self._roster.is_anybody_alive(), wanted=dict(self.wanted),
+            wanted_bases=dict(self._wanted_bases),
             lanes={name: status() for name, status in self._reported.items()},
         )  # fmt: skip
 
@@ -318,6 +344,8 @@ class Fleet:
         if orders.generation != self._hello.generation:
             return  # the other keeper has not joined this life yet
         before, self.orders = self.orders, orders
+        if "protect" not in self._lanes and self.order("disk").complete > before.lanes.get("disk", Order()).complete:
+            self.forget_guests()  # of an earlier life: the disks of all nodes have something newer
         complete = {name: lane.complete for name, lane in self._lanes.items()}
         if orders.lanes != before.lanes or complete != self._announced:
             self._announced = complete

@@ -96,8 +96,19 @@ def commit(tier: Tier, step: int, ranks: Sequence[int], world: int, generation: 
     try:
         tier.put(commit_name(step), memoryview(encode(record)))
     except FileExistsError:
-        pass  # another keeper was a moment earlier; its commit names the same parts
+        if not _says_the_same(tier, record):  # an earlier life's: the parts that it names are no longer there
+            tier.delete(commit_name(step))
+            tier.put(commit_name(step), memoryview(encode(record)))
     return True
+
+
+def _says_the_same(tier: Tier, record: Commit) -> bool:
+    """Whether the commit that is there names the same parts: another keeper of this life was a moment earlier."""
+    try:
+        found = read_commit(tier, record.step, record.run)
+    except (Damaged, FileNotFoundError):
+        return False
+    return (found.generation, found.world, found.parts) == (record.generation, record.world, record.parts)
 
 
 def sound_steps(tier: Tier, run: str, *, read_all: bool = True) -> Iterator[int]:

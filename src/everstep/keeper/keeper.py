@@ -26,7 +26,8 @@ from everstep.keeper import flush
 from everstep.keeper.assembly import Assembly
 from everstep.keeper.base_writer import BaseWriter
 from everstep.keeper.copies import Takers
-from everstep.keeper.deeper import DeeperWork, forget_guests
+from everstep.keeper.deeper import DeeperWork
+from everstep.keeper.guests import forget_passed_over
 from everstep.keeper.halting import Halting
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import (
@@ -196,7 +197,7 @@ class Keeper:
             case Persist():
                 self._roster.want(message.step, as_base=message.as_base)
                 if self._fleet is not None:
-                    self._fleet.want(message.level, message.step)
+                    self._fleet.want(message.level, message.step, as_base=message.as_base)
                 self._bases.ask()
                 self._records.asked.set()
                 if self._logbook.reach() >= message.step:
@@ -276,6 +277,7 @@ class Keeper:
         if self._fleet is not None:
             self._fleet.close()
         self._bases.appointed, self._fleet, self._has_many_nodes = None, None, bool(hello.secret)
+        self._logbook.pins.clear()
         tiers = gather(parse(hello.tiers, "Hello"))
         if hello.secret or tiers.deeper:
             self._fleet = self._make_fleet(hello, tiers)
@@ -284,7 +286,7 @@ class Keeper:
         from everstep.keeper.fleet import Fleet  # needs a package that one node alone does not
 
         guests = guest_tier(hello.run, tiers.memory.path)
-        forget_guests(guests, hello)
+        forget_passed_over(guests, hello)
         return Fleet(
             hello, node_name(), tiers, self._roster, guests, self._tier, self._takers, self._emit, self._announce
         )  # fmt: skip
@@ -294,10 +296,12 @@ class Keeper:
             return
         is_first = message.members[0].node == node_name()
         chosen = {tier_name(tier): tier for tier in gather(parse(hello.tiers, "Hello")).deeper}
-        deeper = [
-            DeeperWork(chosen[name], tier, hello, self._emit, self._fleet.objection, retires=is_first)
-            for name, tier in Places.written(self._directory).deeper_tiers().items()
-        ]
+        deeper = []
+        for name, tier in Places.written(self._directory).deeper_tiers().items():
+            records = self._fleet.sinking(name, tier, self._logbook)
+            self._logbook.pins.append(records.pinned)
+            objection = self._fleet.objection
+            deeper.append(DeeperWork(chosen[name], tier, hello, records, self._emit, objection, retires=is_first))
         self._bases.appointed = partial(self._fleet.order, "disk") if self._has_many_nodes else None
         self._fleet.join(message.members, deeper, self._bases.status if self._has_many_nodes else None)
 

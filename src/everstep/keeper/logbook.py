@@ -1,8 +1,6 @@
 """From the rings to the log: many records with one flush, and how far they lead.
 
-A rank's log on a medium is an unbroken run of records, over one or more segments. A gap in the ring (a step that
-could not be recorded) begins a new run, and only a base at or after it can be followed by it. Nothing here is asked of
-the trainer: a record stays in its ring until the logbook has said that it is on a medium.
+Nothing here is asked of the trainer: a record stays in its ring until the logbook has said that it is on a medium.
 """
 
 from __future__ import annotations
@@ -14,27 +12,18 @@ import xxhash
 
 from everstep import image
 from everstep.capture.arena import Arena, Seal
-from everstep.errors import Damaged, EverstepError, Mismatch
+from everstep.errors import Damaged, EverstepError
 from everstep.events import Logged, Sink
 from everstep.image import FORMAT
+from everstep.keeper.book import Book, forget
 from everstep.keeper.flush import persist_part
 from everstep.keeper.protocol import Hello
-from everstep.store.log import LogWriter, cut_after, log_folder, log_name, rank_of, scan, segments
+from everstep.store.log import cut_after, ranks_of
 from everstep.store.manifest import read_single_part, values_folder, values_steps
-from everstep.store.retain import spent_segments
 from everstep.store.tier import Tier
 from everstep.types import Frame
 
 _KEPT_VALUES = 2  # the newest, and one before it in case that one is damaged
-
-
-class _Book:
-    """One rank's log."""
-
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last  # the unbroken run: the step after which it begins, and its newest
-        self.writer: LogWriter | None = None
-        self.has_values = False
 
 
 class Logbook:
@@ -43,7 +32,8 @@ class Logbook:
         self._tier, self._emit, self._taken = tier, emit, taken
         self.writing = threading.Lock()  # for whoever changes anything
         self.base = -1  # the newest base on the medium, from which records lead on
-        self._books: dict[int, _Book] = {}
+        self.pins: list[Callable[[], int | None]] = []  # up to where others have taken records from the medium
+        self._books: dict[int, Book] = {}
         self._values_step = -1  # the newest step whose values are on the medium, of all ranks here,
         self._held = -1  # and the one whose values are to follow
 
@@ -55,18 +45,7 @@ class Logbook:
 
     def go_on(self, rank: int, run: str) -> None:
         """What is on the medium of a rank's log stays as it is, and is gone on with."""
-        first = last = -1
-        has_values = False
-        for start in self._starts(rank):
-            try:
-                found = scan(self._tier, start, rank, run)
-            except EverstepError:
-                first = last = -1
-                continue
-            first, last = (first, found.last) if start == last else (start, found.last)
-            has_values = found.info is not None and found.info.has_values
-        book = self._books[rank] = _Book(first, last)
-        book.has_values = has_values
+        self._books[rank] = Book(self._tier, rank, run)
 
     def _look_for_values(self, hello: Hello) -> None:
         """Forget values that were passed over when this life began, and find the newest that are whole."""
@@ -86,8 +65,7 @@ class Logbook:
 
     def overtake(self, hello: Hello) -> None:
         """A life has begun that has fewer ranks: what those left that are no more goes as far as the rest of them."""
-        named = {name for start in segments(self._tier) for name in self._tier.names(log_folder(start))}
-        ranks = {rank for rank in map(rank_of, named) if rank is not None and rank >= hello.world}
+        ranks = {rank for rank in ranks_of(self._tier) if rank >= hello.world}
         cut_after(self._tier, hello.resumed_from, ranks, hello.run)
         for rank in ranks & self._books.keys():
             del self._books[rank]
@@ -101,51 +79,40 @@ class Logbook:
         found = sorted((seal for seal in ring.seals().values() if seal.step > book.last), key=lambda seal: seal.step)
         if not found or (book.has_values and not is_urgent and len(found) < len(ring.slots) // 2):
             return 0
-        follows = book.writer is not None and book.writer.layout == ring.layout_digest
-        if found[0].step != book.last + 1 or not follows:
-            self._begin(book, ring, found[0].step - 1)
-        assert book.writer is not None
-        following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]
-        book.writer.append([_framed(ring, seal) for seal in following])
-        if book.last < 0 or book.writer.start == found[0].step - 1:
-            size = sum(seal.length for seal in following)
-            self._emit(Logged(rank=ring.rank, first=found[0].step, last=following[-1].step, bytes=size))
-        book.last = following[-1].step
-        self._taken(ring, book.last)
-        return len(following)
-
-    def _begin(self, book: _Book, ring: Arena, start: int) -> None:
-        """A segment of its own: the first, after a gap, after a base, or after a file that cannot be gone on with."""
         header = bytes(ring.image(0)[: image.header_bytes(ring.image(0))])
         if xxhash.xxh3_64_intdigest(header) != ring.layout_digest:
             raise Damaged("the ring has lost its header", tier="memory", rank=ring.rank)
-        if start != book.last:
-            book.first = start
+        following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]
+        if book.write(header, ring.layout_digest, [_framed(ring, seal) for seal in following]):
+            size = sum(seal.length for seal in following)
+            self._emit(Logged(rank=ring.rank, first=found[0].step, last=following[-1].step, bytes=size))
         book.has_values = image.parse_cached(header, ring.slot_bytes, ring.place)[1].has_values
-        try:
-            book.writer = LogWriter(self._tier, start, ring.rank, ring.run, header)
-        except (Damaged, Mismatch):
-            self._tier.delete(log_name(start, ring.rank))  # nobody can read what is there, or it was overtaken
-            book.writer = LogWriter(self._tier, start, ring.rank, ring.run, header)
+        self._taken(ring, book.last)
+        return len(following)
 
     def rotate(self) -> None:
         """A base is on the medium: what follows begins new segments, so that old ones can go."""
         for book in self._books.values():
-            book.writer = None
+            book.rotate()
 
     def forget(self, oldest_base: int) -> None:
-        """Let go what no kept base needs."""
-        for rank in self._books:
-            for start in spent_segments(self._starts(rank), oldest_base):
-                self._tier.delete(log_name(start, rank))
-        for start in segments(self._tier)[:-1]:
-            if not self._tier.names(log_folder(start)):
-                self._tier.delete_folder(log_folder(start))
+        """Let go what no kept base needs, and nobody is about to take from here."""
+        pinned = [step for pin in self.pins if (step := pin()) is not None]
+        forget(self._tier, self._books, min([oldest_base, *pinned]))
+
+    def last(self, rank: int) -> int:
+        """The newest step of a rank's log on the medium; -1 if there is none, or if it needs values beside it."""
+        book = self._books.get(rank)
+        return -1 if book is None or book.has_values else book.last
+
+    @property
+    def tier(self) -> Tier:
+        return self._tier
 
     def reach(self) -> int:
         """The newest step that a reboot would leave: the base, and the records of all ranks here that follow it."""
         books, base = self._books.values(), self.base
-        if not books or any(not book.first <= base <= book.last for book in books):
+        if not books or any(not book.leads_from(base) for book in books):
             return base
         last = min(book.last for book in books)
         if not any(book.has_values for book in books):
@@ -187,7 +154,7 @@ class Logbook:
         for ring in rings:
             book = self._books[ring.rank]
             sealed = {seal.step for seal in ring.seals().values()}
-            if not book.first <= self.base <= book.last or any(s not in sealed for s in range(book.last + 1, step + 1)):
+            if not book.leads_from(self.base) or any(s not in sealed for s in range(book.last + 1, step + 1)):
                 return False
             if book.has_values and book.last >= step > self._values_step:
                 return False  # its values were overwritten before they were saved
@@ -197,9 +164,6 @@ class Logbook:
         """Whether a ring holds what neither the log nor the base has."""
         book = self._books.get(ring.rank)
         return book is not None and any(seal.step > max(book.last, self.base) for seal in ring.seals().values())
-
-    def _starts(self, rank: int) -> list[int]:
-        return [s for s in segments(self._tier) if log_name(s, rank) in self._tier.names(log_folder(s))]
 
 
 def _framed(ring: Arena, seal: Seal) -> tuple[Frame, list[memoryview]]:

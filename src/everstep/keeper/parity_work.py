@@ -17,13 +17,14 @@ from everstep.events import Protected, Sink
 from everstep.image import CHUNK_BYTES, FORMAT
 from everstep.keeper.copies import Copies
 from everstep.keeper.exchange import AnyAnswer, AskHeld, HeldParts, ReadImage
+from everstep.keeper.guests import forget_before
 from everstep.keeper.lane import HeldBase
 from everstep.keeper.peers import Peer
 from everstep.keeper.session import checksums
 from everstep.protect.parity import Read, encode
 from everstep.protect.stripes import Geometry
 from everstep.store.manifest import encode as encode_record
-from everstep.store.manifest import parity_folder, parity_names, parity_steps
+from everstep.store.manifest import parity_names
 from everstep.store.memory import MemoryTier
 from everstep.types import ParityMember, ParityPart, ParityRecord, Source
 
@@ -113,9 +114,7 @@ class ParityWork:
     def over(self, base: int, before: int) -> None:
         self._emit(Protected(step=base))
         self._copies.forget(before)
-        for step in parity_steps(self._guests):
-            if step < before:
-                self._guests.delete_folder(parity_folder(step))
+        forget_before(self._guests, before)
 
 
 def member_of(node: str, base: HeldBase) -> ParityMember:

@@ -9,8 +9,8 @@ from everstep.errors import Damaged
 from everstep.events import Protected, Sink
 from everstep.keeper import flush
 from everstep.keeper.copies import Copies
+from everstep.keeper.guests import forget_before
 from everstep.keeper.lane import HeldBase
-from everstep.store.manifest import step_folder, step_folders
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
 from everstep.types import Source
@@ -42,6 +42,4 @@ class PartnerWork:
     def over(self, base: int, before: int) -> None:
         self._emit(Protected(step=base))
         self._copies.forget(before)
-        for step in step_folders(self._guests):
-            if step < before:
-                self._guests.delete_folder(step_folder(step))
+        forget_before(self._guests, before)

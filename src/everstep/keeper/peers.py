@@ -2,9 +2,10 @@
 
 A `Peer` asks one `Server` (in `peer_server`). They promise: an ask ends with the answer to this very question, with
 `PeerFailed` (the other end could not do it, and says why), with `Damaged` (its payload arrived otherwise than it was
-sent) or with `PeerLost` after the timeout; one life of a server handles a question at most once; what one peer, one
-handler or one stranger does delays nobody else as long as a worker is free; all queues are short. Who may talk, and
-what somebody on the path can see and do, is said in `wire`. They do not know what is asked.
+sent) or with `PeerLost`: after the timeout, or at once if the connection is closed by which it went; one life of a
+server handles a question at most once; what one peer, one handler or one stranger does delays nobody else as long as a
+worker is free; all queues are short. Who may talk, and what somebody on the path can see and do, is said in `wire`.
+They do not know what is asked.
 
 Payloads are not copied on their way out. When `ask` has returned or raised, nobody reads its payload any more; of a
 `Reply` the same is said by calling its `release`.
@@ -57,7 +58,11 @@ class Answered(Generic[AnswerT]):
 
 
 class _NoAnswer(Exception):
-    pass
+    """Nothing was heard in time, or nothing will be."""
+
+
+class _Cut(_NoAnswer):
+    """The connection was closed after something was sent by it."""
 
 
 class _Line:
@@ -79,6 +84,8 @@ class _Line:
         if encrypt:
             self._socket.curve_publickey, self._socket.curve_secretkey = secret.curve("asker")
             self._socket.curve_serverkey, _ = secret.curve("server")
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._is_connected = False
         try:
             self._socket.connect(f"tcp://{address}")
         except zmq.ZMQError:
@@ -106,15 +113,21 @@ class _Line:
             return answer.kind, wire.unseal(answer, session, frames), frames
 
     def _open_session(self, deadline: float) -> wire.Session:
-        mine = wire.nonce()
-        self._send(wire.write_head(Kind.HELLO, mine, 0, self._secret.of_kind(Kind.HELLO)), (), deadline)
-        welcome, _ = self._hear(mine, 0, deadline)
+        while True:
+            mine = wire.nonce()
+            self._send(wire.write_head(Kind.HELLO, mine, 0, self._secret.of_kind(Kind.HELLO)), (), deadline)
+            try:
+                welcome, _ = self._hear(mine, 0, deadline)
+                break
+            except _Cut:
+                continue  # nothing was asked yet: whoever is there next is greeted
         self._session = self._secret.session(mine, welcome.verify(self._secret.of_kind(Kind.WELCOME)).body)
         self._sequence = 0
         return self._session
 
     def _send(self, head: bytes, views: Sequence[memoryview], deadline: float) -> zmq.MessageTracker:
         self._wait_until(zmq.POLLOUT, deadline)
+        self._look_at_connection()
         return wire.send(self._socket, [head, *views])
 
     def _hear(self, session: bytes, sequence: int, deadline: float) -> tuple[wire.Head, list[memoryview]]:
@@ -137,13 +150,32 @@ class _Line:
             return head, [frame.buffer for frame in others]
 
     def _wait_until(self, what: int, deadline: float) -> None:
+        """Until the socket is ready. For an answer only as long as the connection lives by which it would come."""
+        poller = zmq.Poller()
+        poller.register(self._socket, what)
+        poller.register(self._monitor, zmq.POLLIN)
         while not self._is_over() and (left_s := deadline - time.monotonic()) > 0:
-            if self._socket.poll(max(1, round(min(left_s, _LOOK_S) * 1000)), what):
+            ready = dict(poller.poll(max(1, round(min(left_s, _LOOK_S) * 1000))))
+            if self._socket in ready:
                 return
+            if self._monitor in ready and self._look_at_connection() and what == zmq.POLLIN:
+                raise _Cut
         raise _NoAnswer
 
+    def _look_at_connection(self) -> bool:
+        """Take in what became of the connection; whether one was closed."""
+        was_cut = False
+        while self._monitor.poll(0):
+            event = wire.recv_monitor_message(self._monitor)["event"]
+            was_cut |= self._is_connected and event == zmq.EVENT_DISCONNECTED
+            self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return was_cut
+
     def close(self) -> None:
-        self._socket.close(0)
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
 
 
 class Peer(Generic[AnswerT]):
@@ -229,6 +261,8 @@ class Peer(Generic[AnswerT]):
         except Damaged:
             healthy = True  # the answer came
             raise
+        except _Cut:
+            raise PeerLost(self.node, self.address, asked, "its connection was closed before it answered") from None
         except _NoAnswer:
             raise self._lost(asked, timeout_s) from None
         finally:

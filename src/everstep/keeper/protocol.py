@@ -216,7 +216,8 @@ class Durable(Message, frozen=True, kw_only=True):
     base_write_s: float = -1.0  # what the last base and the last records took; -1: there were none
     record_write_s: float = -1.0
     protected: int = -1  # as far as a lost node would leave it,
-    shared: int = -1  # and the loss of all of them
+    shared: int = -1  # and the loss of all of them,
+    shared_base: int = -1  # and the newest base there
     shared_next: int = -1  # the step that goes to the deepest tier, now or when it comes
     protected_missed: int = -1  # the newest steps that were to be there, and are not
     shared_missed: int = -1

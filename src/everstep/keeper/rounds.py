@@ -41,7 +41,8 @@ class Report(Noun, frozen=True, kw_only=True):
     generation: str
     newest: int  # the newest step of which it has a base
     is_alive: bool = True  # whether anybody trains there
-    wanted: dict[str, int] = msgspec.field(default_factory=dict)  # lane -> a step that somebody there waits for
+    wanted: dict[str, int] = msgspec.field(default_factory=dict)  # lane -> a step that somebody there waits for,
+    wanted_bases: dict[str, int] = msgspec.field(default_factory=dict)  # or for its base
     lanes: dict[str, Lane] = msgspec.field(default_factory=dict)
 
 
@@ -80,6 +81,7 @@ class Rounds:
         self._rose_at = 0.0  # when the newest of all did,
         self._step_s = 0.0  # and how long a step takes, by that
         self._wanted: dict[str, dict[str, int]] = {}
+        self._wanted_bases: dict[str, dict[str, int]] = {}
         self._alive: dict[str, bool] = {}
         self._states = {lane: _State() for lane in cadences}
         self._told: dict[str, dict[str, int]] = {}  # node -> lane -> the complete step that it knows of
@@ -98,7 +100,7 @@ class Rounds:
             if self._newest.get(report.node) != report.newest:
                 self._see_newest(report.newest, now)
                 self._newest[report.node], self._changed_at = report.newest, now
-            self._wanted[report.node] = report.wanted
+            self._wanted[report.node], self._wanted_bases[report.node] = report.wanted, report.wanted_bases
             self._alive[report.node] = report.is_alive
             for name, lane in report.lanes.items():
                 if name in self._states:
@@ -135,7 +137,7 @@ class Rounds:
 
     def _waiting(self, name: str) -> int:
         """The newest step that somebody waits for."""
-        return max((wanted.get(name, NONE) for wanted in self._wanted.values()), default=NONE)
+        return _newest(self._wanted, name)
 
     def _is_waited_before(self, name: str, step: int) -> bool:
         """Whether training stands still at an earlier step, until that one is safe."""
@@ -146,7 +148,7 @@ class Rounds:
         every = self._cadences[name]
         if not any(self._alive.values()):
             return min(self._newest.values()) > state.complete
-        if self._waiting(name) > self._reach(state):
+        if self._waiting(name) > self._reach(state) or _newest(self._wanted_bases, name) > state.complete:
             return True
         if state.ended_at is None or every.steps is not None:
             return True
@@ -185,3 +187,7 @@ class Rounds:
                 for name, state in self._states.items()
             },
         )  # fmt: skip
+
+
+def _newest(wanted: Mapping[str, Mapping[str, int]], lane: str) -> int:
+    return max((one.get(lane, NONE) for one in wanted.values()), default=NONE)

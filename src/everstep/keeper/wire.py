@@ -35,6 +35,7 @@ try:
     import zmq as zmq  # also for the modules beside this one: its absence is explained here
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     from zmq.utils import z85 as z85
+    from zmq.utils.monitor import recv_monitor_message as recv_monitor_message
 except ImportError as error:
     raise BadConfig(
         f"keepers of several nodes need {error.name}, which is not installed: pip install 'everstep[nodes]'"

@@ -5,7 +5,7 @@ Reading needs no torch; repeating steps does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from everstep import image
 from everstep.errors import Diverged, EverstepError
 from everstep.recover.plan import make_plan, reaches, up_to, without
 from everstep.recover.reach import nodes_of, only, restorable
+from everstep.recover.shelf import Shelf
 from everstep.recover.survey import Sources
 from everstep.store.log import log_folder, log_name, rank_of, read_log, scan, segments
+from everstep.store.tier import Tier
 from everstep.topology import process_alive
 from everstep.types import Holding, Plan, Records, Source, Survey
 
@@ -33,6 +35,18 @@ class Finding:
     checked: bool = True
     file: str = ""  # of the log
     note: str = ""
+    node: str = ""  # another one than this
+    asked: bool = True  # False: nobody there answers, and `note` says why
+
+
+Check = tuple[int, Callable[[], Finding]]  # its bytes, and what reads them
+
+
+def not_asked(node: str, reason: str) -> Finding:
+    """Of another node it is only known that it does not answer."""
+    return Finding(
+        step=0, source="disk", rank=-1, bytes=0, problem="", checked=False, note=reason, node=node, asked=False
+    )
 
 
 def check_part(sources: Sources, holding: Holding) -> Finding:
@@ -63,38 +77,35 @@ def check_values(sources: Sources, holding: Holding) -> Finding:
 def check_rejections(sources: Sources, survey: Survey) -> list[Finding]:
     """What the survey could not use, but for the log, of which `check_log` says more."""
     known = set()
-    for start, rank in log_files(sources):
+    for shelf in sources.shelves.values():
         try:
-            known.add(scan(sources.tier, start, rank, sources.run).problem)
+            known |= {scan(shelf.tier, start, rank, sources.run).problem for start, rank in log_files(shelf.tier)}
         except (EverstepError, OSError) as error:
             known.add(str(error))
     return [
-        Finding(step=r.step, source="memory" if r.source == "memory" else "disk", rank=-1, bytes=0, problem=r.reason)
+        Finding(step=r.step, source="disk" if r.source == "any" else r.source, rank=-1, bytes=0, problem=r.reason)
         for r in survey.rejections
         if r.reason not in known
     ]
 
 
-def log_files(sources: Sources) -> list[tuple[int, int]]:
+def log_files(tier: Tier) -> list[tuple[int, int]]:
     """The step after which each file of the log begins, and its rank."""
-    found = [
-        (start, rank_of(name)) for start in segments(sources.tier) for name in sources.tier.names(log_folder(start))
-    ]
+    found = [(start, rank_of(name)) for start in segments(tier) for name in tier.names(log_folder(start))]
     return [(start, rank) for start, rank in found if rank is not None]
 
 
-def check_log(sources: Sources, start: int, rank: int, limit: int | None = None) -> Finding:
+def check_log(shelf: Shelf, start: int, rank: int, limit: int | None = None) -> Finding:
     """One file, every byte of it. A tail that a crash tore is no damage: nobody was told that it was kept.
 
     `limit`: what comes after this step does not matter.
     """
-    tier = sources.tier
     try:
-        log = read_log(tier, start, rank, sources.run)
-        size = tier.size(log.name)
+        log = read_log(shelf.tier, start, rank, shelf.run)
+        size = shelf.tier.size(log.name)
     except (EverstepError, OSError) as error:
         return Finding(
-            step=start + 1, source="disk", rank=rank, bytes=0, problem=str(error), file=log_name(start, rank)
+            step=start + 1, source=shelf.source, rank=rank, bytes=0, problem=str(error), file=log_name(start, rank)
         )
     matters = bool(log.problem) and (limit is None or log.last < limit)
     problem = log.problem if matters and not log.torn else ""
@@ -102,8 +113,9 @@ def check_log(sources: Sources, start: int, rank: int, limit: int | None = None)
     if matters and log.torn:
         note += f"; {log.problem}"
     return Finding(
-        step=log.last + bool(problem), source="disk", rank=rank, bytes=size, problem=problem, file=log.name, note=note
-    )
+        step=log.last + bool(problem), source=shelf.source, rank=rank, bytes=size, problem=problem, file=log.name,
+        note=note,
+    )  # fmt: skip
 
 
 def check_rings(sources: Sources) -> Iterator[Finding]:

@@ -6,13 +6,13 @@ How to ask them is said in the note that the keeper of this node left.
 from __future__ import annotations
 
 from everstep.errors import EverstepError
-from everstep.keeper.exchange import ANSWERS, AskSeals, RemoteTier, Seals
+from everstep.keeper.exchange import ANSWERS, AnyAnswer, AskSeals, RemoteTier, Seals
 from everstep.keeper.note import FleetNote
 from everstep.keeper.peers import Peer
 from everstep.recover.shelf import Shelf
 from everstep.types import Holding, Records, Rejection, Survey, Survives
 
-_PATIENCE_S = 3.0
+PATIENCE_S = 3.0
 
 
 def surveys(run: str, node: str, note: FleetNote) -> list[Survey]:
@@ -24,17 +24,12 @@ def _survey(run: str, note: FleetNote, at: int) -> Survey:
     member = note.members[at]
     rejections: list[Rejection] = []
     with Peer(
-        member.node, member.address, note.secret, ANSWERS, encrypt=note.encrypt, timeout_s=_PATIENCE_S
+        member.node, member.address, note.secret, ANSWERS, encrypt=note.encrypt, timeout_s=PATIENCE_S
     ) as peer:  # fmt: skip
         try:
             answer = peer.ask(AskSeals()).answer
             assert isinstance(answer, Seals)
-            disk = RemoteTier(peer, "disk", Survives.REBOOT)
-            guests = RemoteTier(peer, "guests", Survives.PROCESS)
-            shelves = [
-                Shelf(disk, run, source="disk", node=member.node),
-                Shelf(guests, run, source="partner", node=member.node, commits=False),
-            ]
+            shelves = [remote_shelf(peer, run, source) for source in ("disk", "partner")]
             holdings: list[Holding] = [*answer.bases]
             records: list[Records] = [*answer.records]
             for shelf in shelves:
@@ -47,3 +42,11 @@ def _survey(run: str, note: FleetNote, at: int) -> Survey:
     return Survey(
         holdings=tuple(holdings), records=tuple(records), parities=parities, rejections=tuple(rejections)
     )  # fmt: skip
+
+
+def remote_shelf(peer: Peer[AnyAnswer], run: str, source: str) -> Shelf:
+    """What another node has on its disk, or holds for others."""
+    if source == "disk":
+        return Shelf(RemoteTier(peer, "disk", Survives.REBOOT), run, source="disk", node=peer.node)
+    guests = RemoteTier(peer, "guests", Survives.PROCESS)
+    return Shelf(guests, run, source="partner", node=peer.node, commits=False)

@@ -63,7 +63,7 @@ class Entry:
 
 def entries(sources: Sources, step: int | None) -> Iterator[Entry | str]:
     """Every record, or those of one step, their bytes checked; and in words why a file has no more of them."""
-    for start, rank in log_files(sources):
+    for start, rank in log_files(sources.tier):
         if step is not None and step <= start:
             continue
         try:

@@ -1,13 +1,15 @@
-"""After a job is gone for good: the newest base that all nodes together still have, written to a tier as a whole.
+"""After a job is gone for good: the newest step that all nodes together still have, written to a tier as a whole.
 
-Parts come from memory, disks and partners, of this node and of those whose keepers answer; what a lost node had is
-rebuilt from parity. It needs neither the program nor the job.
+That is a base, and the records that lead on from it. Both come from memory, disks and partners, of this node and of
+those whose keepers answer; what a lost node had of a base is rebuilt from parity. It needs neither the program nor the
+job.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby
 
 import msgspec
 
@@ -15,18 +17,23 @@ from everstep import image
 from everstep.errors import Damaged, EverstepError, NothingToRestore
 from everstep.image import CHUNK_BYTES, FORMAT
 from everstep.keeper import flush
-from everstep.keeper.exchange import ANSWERS, AnyAnswer, RemoteTier
+from everstep.keeper.book import Book, grouped
+from everstep.keeper.exchange import ANSWERS, AnyAnswer
 from everstep.keeper.note import FleetNote
 from everstep.keeper.peers import Peer
 from everstep.recover.make_good import Image, rebuild_parts
+from everstep.recover.others import remote_shelf
 from everstep.recover.plan import make_plan, without
-from everstep.recover.shelf import Shelf
+from everstep.recover.reach import nodes_of
+from everstep.recover.shelf import RecordImage, Shelf
 from everstep.recover.survey import Sources
+from everstep.store.log import scan, starts
 from everstep.store.manifest import committed_steps, data_name, encode, part_name
 from everstep.store.tier import Tier
-from everstep.types import Holding, ParityHolding, Part, Plan, Survey, Survives
+from everstep.types import Frame, Holding, ParityHolding, Part, Plan, Records, Survey
 
 Watch = Callable[[int, int], None]  # is told how many bytes of how many are done
+_Bad = tuple[Holding | ParityHolding | Records, str]
 
 
 class _Reader:
@@ -40,6 +47,7 @@ class _Reader:
                 self._peers[member.node] = Peer(
                     member.node, member.address, note.secret, ANSWERS, encrypt=note.encrypt
                 )  # fmt: skip
+        self._shelves: dict[tuple[str, str], Shelf] = {}
 
     def image(self, holding: Holding) -> Image:
         if holding.everywhere or holding.node == self._sources.node:
@@ -53,12 +61,15 @@ class _Reader:
             return self._sources.parity(holding)
         return self._shelf(holding.node, "partner").parity(holding)
 
+    def record(self, records: Records, step: int) -> RecordImage:
+        if records.everywhere or records.node == self._sources.node:
+            return self._sources.record(records, step, copy=True)
+        return self._shelf(records.node, records.source).record(records, step)
+
     def _shelf(self, node: str, source: str) -> Shelf:
-        if source == "disk":
-            tier = RemoteTier(self._peers[node], "disk", Survives.REBOOT)
-            return Shelf(tier, self._sources.run, source="disk", node=node)
-        tier = RemoteTier(self._peers[node], "guests", Survives.PROCESS)
-        return Shelf(tier, self._sources.run, source="partner", node=node, commits=False)
+        if (node, source) not in self._shelves:
+            self._shelves[node, source] = remote_shelf(self._peers[node], self._sources.run, source)
+        return self._shelves[node, source]
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -72,20 +83,28 @@ def salvage(
     tier: Tier,
     watch: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Write the newest base that can be made whole to a tier; returns its step. NothingToRestore if there is none.
+    """Write the newest step that can be made whole to a tier; returns it. NothingToRestore if there is none.
 
-    Memory of other nodes is not read: their keepers bring it to their disks when trainers are gone.
+    Memory of other nodes is not read: their keepers bring it to their disks when trainers are gone. Records that need
+    values beside them are left.
     """
-    kept = tuple(h for h in survey.holdings if h.source != "memory" or h.node == sources.node)
-    survey = msgspec.structs.replace(survey, holdings=kept, records=(), values=(), attempts=())
+
+    def is_read(held: Holding | Records) -> bool:
+        return held.source != "memory" or held.node == sources.node
+
+    survey = msgspec.structs.replace(
+        survey, holdings=tuple(filter(is_read, survey.holdings)), values=(), attempts=(),
+        records=tuple(one for one in survey.records if is_read(one) and not one.has_values),
+    )  # fmt: skip
     reader = _Reader(sources, note)
     try:
         while True:
-            plan = make_plan(survey, {h.node for h in survey.holdings} | {p.node for p in survey.parities})
+            plan = make_plan(survey, nodes_of(survey))
             if plan.step is None:
                 reasons = "".join(f"\n  step {r.step} ({r.source}): {r.reason}" for r in plan.rejections)
                 raise NothingToRestore(f"no base can be made whole from what is left{reasons}")
-            bad = [] if plan.step in committed_steps(tier) else _write(reader, plan, tier, watch)
+            bad = [] if plan.base in committed_steps(tier) else _write(reader, plan, tier, watch)
+            bad = bad or _write_records(reader, plan, tier, sources.run)
             if not bad:
                 return plan.step
             for what, reason in bad:
@@ -94,10 +113,46 @@ def salvage(
         reader.close()
 
 
-def _write(reader: _Reader, plan: Plan, tier: Tier, watch: Watch | None) -> list[tuple[Holding | ParityHolding, str]]:
-    """One step, whole, or what of it turned out to be bad."""
+def _write_records(reader: _Reader, plan: Plan, tier: Tier, run: str) -> list[_Bad]:
+    """Those that a tier lacks of a plan's, or the first of them that turned out to be bad."""
+    assert plan.base is not None
+    bad: list[_Bad] = []
+
+    def fetched(rank: int, after: int) -> Iterator[tuple[RecordImage, Frame]]:
+        for one in (one for one in plan.records if one.rank == rank):
+            for step in range(max(one.first, after + 1), one.last + 1):
+                try:
+                    found = reader.record(one, step)
+                except (EverstepError, OSError) as error:
+                    bad.append((msgspec.structs.replace(one, first=step, last=step), str(error)))
+                    return
+                yield found, Frame(
+                    format=FORMAT, run=run, generation=plan.parts[0].generation, step=step, rank=rank, world=one.world,
+                    cut_time=one.cut_time, kind="record", layout=found.layout.digest, ranges=found.ranges,
+                )  # fmt: skip
+
+    for rank in sorted({one.rank for one in plan.records}):
+        book = Book(tier, rank, run)
+        missing = fetched(rank, _leads_to(tier, rank, run, plan.base))
+        for _, alike in groupby(missing, lambda one: one[0].layout.digest):
+            for group in grouped(alike, lambda one: len(one[0].data)):
+                layout = group[0][0].layout
+                book.write(layout.header, layout.digest, [(frame, [found.data]) for found, frame in group])
+    return bad
+
+
+def _leads_to(tier: Tier, rank: int, run: str, base: int) -> int:
+    """The newest step of a rank that a tier's own records lead to from a base."""
+    for start in starts(tier, rank):
+        if start <= base:
+            base = max(base, scan(tier, start, rank, run).last)
+    return base
+
+
+def _write(reader: _Reader, plan: Plan, tier: Tier, watch: Watch | None) -> list[_Bad]:
+    """A base, whole, or what of it turned out to be bad."""
     images: dict[int, Image] = {}
-    bad: list[tuple[Holding | ParityHolding, str]] = []
+    bad: list[_Bad] = []
     for holding in (one for one in plan.parts if one.source != "parity"):
         try:
             images[holding.rank] = reader.image(holding)

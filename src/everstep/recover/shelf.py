@@ -86,8 +86,8 @@ class Shelf:
     def __init__(
         self, tier: Tier, run: str, *, source: Source, node: str, everywhere: bool = False, commits: bool = True
     ) -> None:
-        self.tier, self.source = tier, source
-        self._run, self._everywhere, self._commits = run, everywhere, commits
+        self.tier, self.source, self.run = tier, source, run
+        self._everywhere, self._commits = everywhere, commits
         self._node = "" if everywhere else node  # what all nodes see counts once
         self._logs: dict[tuple[int, int], LogRead] = {}  # start, rank -> what is good of it
 
@@ -100,7 +100,7 @@ class Shelf:
             return
         for step in committed_steps(self.tier):
             try:
-                commit = read_commit(self.tier, step, self._run)
+                commit = read_commit(self.tier, step, self.run)
             except (EverstepError, OSError) as error:
                 rejections.append(self._rejection(step, str(error)))
                 continue
@@ -121,7 +121,7 @@ class Shelf:
                 if rank is None:
                     continue
                 try:
-                    log = scan(self.tier, start, rank, self._run)
+                    log = scan(self.tier, start, rank, self.run)
                 except (EverstepError, OSError) as error:
                     rejections.append(self._rejection(start + 1, str(error)))
                     continue
@@ -142,7 +142,7 @@ class Shelf:
                     continue
                 try:
                     record = read_record(self.tier, name, ParityRecord, step=step)
-                    if (record.run, record.step, parity_names(step, record.member)[1]) != (self._run, step, name):
+                    if (record.run, record.step, parity_names(step, record.member)[1]) != (self.run, step, name):
                         raise Damaged("parity of another run or step", tier=self.tier.name, file=name, step=step)
                     yield ParityHolding(node=self._node, record=record)
                 except (EverstepError, OSError) as error:
@@ -159,7 +159,7 @@ class Shelf:
                 rejections.append(self._rejection(step, str(error), certain=False))
 
     def _part(self, step: int, rank: int, folder: str) -> Part:
-        return read_single_part(self.tier, step, rank, self._run, lambda _: folder)
+        return read_single_part(self.tier, step, rank, self.run, lambda _: folder)
 
     def _holding(self, part: Part) -> Holding:
         return Holding(
@@ -175,7 +175,7 @@ class Shelf:
 
     def image(self, holding: Holding) -> memoryview:
         if self._commits:
-            commit: Commit = read_commit(self.tier, holding.step, self._run)
+            commit: Commit = read_commit(self.tier, holding.step, self.run)
             return read_data(self.tier, read_part(self.tier, commit, holding.rank))
         return read_data(self.tier, self._part(holding.step, holding.rank, step_folder(holding.step)))
 
@@ -201,7 +201,7 @@ class Shelf:
     def record(self, records: Records, step: int) -> RecordImage:
         for start in reversed(segments(self.tier)):
             if start < step and log_name(start, records.rank) in self.tier.names(log_folder(start)):
-                log = self._logs.get((start, records.rank)) or read_log(self.tier, start, records.rank, self._run)
+                log = self._logs.get((start, records.rank)) or read_log(self.tier, start, records.rank, self.run)
                 self._logs[start, records.rank] = log
                 if step <= log.last and log.layout is not None and log.info is not None:
                     found = log.records[step - start - 1]

@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +141,7 @@ def _has_open(path: Path) -> bool:
 
 
 def make(places: Places) -> None:
-    for directory in filter(None, (places.directory, places.disk, places.shared)):
+    for directory in filter(None, (places.directory, places.disk)):
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -151,7 +151,8 @@ def make(places: Places) -> None:
 def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> str:
     """The run's name, the same on every rank: what its directories say, else its deeper tiers, else a new one.
 
-    A directory that was wiped is given the name again. All ranks raise if no name can be agreed on.
+    A directory that was wiped is given the name again. A deeper tier that cannot be reached is done without, if a name
+    is known nearer; keepers sign it when it is back. All ranks raise if no name can be agreed on.
     """
     writes = place.rank == 0 or (place.is_leader and not common)
     mine, failure = _Told(), None
@@ -159,7 +160,7 @@ def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> s
         try:
             mine = _Told(name=_known(DiskTier(Path(places.directory))))
             if place.rank == 0:
-                mine.deeper = {source: _known(tier) for source, tier in places.deeper_tiers().items()}
+                mine.deeper, mine.absent = _ask_deeper(places)
         except (EverstepError, OSError) as error:
             mine, failure = _Told(problem=f"{place.node}: {error}"), error
     told = [msgspec.json.decode(answer, type=_Told) for answer in topology.exchange(msgspec.json.encode(mine), place)]
@@ -167,19 +168,24 @@ def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> s
     if failure is not None:
         raise failure
     if problems:
-        raise TierFailed(errno.EIO, "it cannot be told whether this run has a past: " + "; ".join(problems))
+        raise _unknown_past(problems)
     name = _agree({place.nodes[rank]: one.name for rank, one in enumerate(told) if one.name}, told[0].deeper)
+    if told[0].absent and not name:
+        raise _unknown_past(told[0].absent.values())
     name = name or topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
     problem, failure = "", None
     try:
         if writes:
-            _sign(DiskTier(Path(places.directory)), name, emit)
+            sign(DiskTier(Path(places.directory)), name, emit)
             places.write()
         if place.rank == 0:
-            for tier in places.deeper_tiers().values():
-                _sign(tier, name, emit)
+            for source, reason in mine.absent.items():
+                emit(Degraded(what=f"the run goes on without its {source} tier until that is back", reason=reason))
+            for source, tier in places.deeper_tiers().items():
+                if source not in mine.absent:
+                    sign(tier, name, emit)
         if place.is_leader and places.disk:
-            _sign(places.disk_tier(), name, emit)
+            sign(places.disk_tier(), name, emit)
     except (EverstepError, OSError) as error:
         problem, failure = f"{place.node}: {error}", error
     problems = [answer.decode() for answer in topology.exchange(problem.encode(), place) if answer]
@@ -190,12 +196,30 @@ def _identity(places: Places, place: Topology, emit: Sink, *, common: bool) -> s
     return name
 
 
+def _unknown_past(problems: Iterable[str]) -> TierFailed:
+    return TierFailed(errno.EIO, "it cannot be told whether this run has a past: " + "; ".join(problems))
+
+
 class _Told(msgspec.Struct):
     """What one rank knows of the run's name."""
 
     name: str = ""
     deeper: dict[str, str] = {}
+    absent: dict[str, str] = {}  # deeper tiers that cannot be reached, and why
     problem: str = ""
+
+
+def _ask_deeper(places: Places) -> tuple[dict[str, str], dict[str, str]]:
+    """What each deeper tier says whose it is, and why others say nothing."""
+    names, absent = dict[str, str](), dict[str, str]()
+    for source, tier in places.deeper_tiers().items():
+        try:
+            if source == "shared":
+                Path(places.shared).mkdir(parents=True, exist_ok=True)
+            names[source] = _known(tier)
+        except OSError as error:
+            absent[source] = str(error)
+    return names, absent
 
 
 def _known(tier: Tier) -> str:
@@ -214,11 +238,14 @@ def _agree(of_nodes: dict[str, str], deeper: dict[str, str]) -> str:
     return next(iter(known.values()), "")
 
 
-def _sign(tier: Tier, name: str, emit: Sink) -> None:
+def sign(tier: Tier, name: str, emit: Sink) -> None:
+    """Say on a tier whose it is. BadConfig if it is another run's."""
+    known = _known(tier)
+    if known not in ("", name):
+        raise BadConfig(f"{tier.name} is another run's ({known[:8]}); give the run places of its own")
     try:
-        if read_record(tier, RUN_RECORD, RunRecord).run == name:
-            return
-        raise BadConfig(f"{tier.name} has become another run's since the start")
+        read_record(tier, RUN_RECORD, RunRecord)
+        return
     except FileNotFoundError:
         pass
     except Damaged as error:
@@ -227,4 +254,4 @@ def _sign(tier: Tier, name: str, emit: Sink) -> None:
     try:
         tier.put(RUN_RECORD, memoryview(encode(RunRecord(format=FORMAT, run=name, created_time=time.time()))))
     except FileExistsError:
-        pass  # another node that sees this directory was a moment earlier
+        sign(tier, name, emit)  # another node that sees this tier was a moment earlier, or another run

@@ -45,9 +45,20 @@ def rank_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def ranks_of(tier: Tier) -> set[int]:
+    """Whose logs are there."""
+    named = (rank_of(name) for start in segments(tier) for name in tier.names(log_folder(start)))
+    return {rank for rank in named if rank is not None}
+
+
 def segments(tier: Tier) -> list[int]:
     """The steps after which the segments begin, ascending."""
     return [int(m[1]) for name in tier.folders() if (m := _FOLDER.fullmatch(name))]
+
+
+def starts(tier: Tier, rank: int) -> list[int]:
+    """The steps after which a rank's segments begin, ascending."""
+    return [start for start in segments(tier) if log_name(start, rank) in tier.names(log_folder(start))]
 
 
 # -- reading
@@ -242,13 +253,36 @@ def cut_after(tier: Tier, step: int | None, ranks: Collection[int], run: str, ge
         if length == tier.size(name):
             continue
         if length:
-            tier.cut(name, length)
+            _shorten(tier, name, length)
         else:
             tier.delete(name)
             if not tier.names(log_folder(start)):
                 tier.delete_folder(log_folder(start))
         touched.append(name)
     return touched
+
+
+def strangers(tier: Tier, step: int | None, run: str, generation: str) -> set[int]:
+    """The ranks that have records of other lives beyond a step (None: of any step)."""
+    after, found = -1 if step is None else step, set()
+    for rank in ranks_of(tier):
+        begins = starts(tier, rank)
+        for start, following in zip(begins, [*begins[1:], None], strict=True):
+            if following is not None and following <= after:
+                continue
+            frames = [one.frame for one in scan(tier, start, rank, run).records]
+            found |= {rank for one in frames if one.step > after and one.generation != generation}
+    return found
+
+
+def _shorten(tier: Tier, name: str, length: int) -> None:
+    """What cannot be cut is made anew: a crash in between loses a part of the log that something newer follows."""
+    if tier.traits.appends:
+        tier.cut(name, length)
+        return
+    kept = tier.get(name)[:length]
+    tier.delete(name)
+    tier.append(name, [kept])
 
 
 def _good_until(tier: Tier, start: int, rank: int, run: str, step: int, generation: str) -> int:

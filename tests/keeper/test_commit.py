@@ -1,0 +1,58 @@
+"""A commit names the parts that are there: not those of a life whose parts were written over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from everstep.capture.arena import Arena
+from everstep.capture.host import open_root
+from everstep.image import FORMAT, lay_out
+from everstep.keeper import flush
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import commit_name, read_commit, read_part
+from everstep.types import ImageInfo
+
+RUN, LIFE, NEXT = "5" * 32, "1" * 32, "2" * 32
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[DiskTier, str], None]:
+    def write(tier: DiskTier, life: str) -> None:
+        """Step 7 as a life has it."""
+        (tmp_path / life).mkdir(exist_ok=True)
+        layout = lay_out([], ImageInfo(format=FORMAT, run=RUN, rank=0, world=1), 4096)
+        arena = Arena.create(open_root(str(tmp_path / life)), run=RUN, rank=0, world=1, layout=layout, slots=2)
+        arena.seal(0, step=7, cut_time=float(life[0]), generation=life)
+        assert flush.persist_part(tier, arena, 0, torch_version="") is not None
+        arena.remove()
+
+    return write
+
+
+@pytest.mark.parametrize("left", ["as it was", "damaged"])
+def test_a_commit_that_an_earlier_life_left_of_the_same_step_is_replaced(
+    left: str, write: Callable[[DiskTier, str], None], tmp_path: Path
+) -> None:
+    tier = DiskTier(tmp_path / "run")
+    write(tier, LIFE)
+    assert flush.commit(tier, 7, [0], 1, LIFE)
+    if left == "damaged":
+        (tier.root / commit_name(7)).write_bytes(b"{}")
+    write(tier, NEXT)
+    assert list(flush.sound_steps(tier, RUN)) == [], "it names parts that are no longer there"
+    assert flush.commit(tier, 7, [0], 1, NEXT)
+    commit = read_commit(tier, 7, RUN)
+    assert commit.generation == NEXT and read_part(tier, commit, 0).generation == NEXT
+    assert list(flush.sound_steps(tier, RUN)) == [7]
+
+
+def test_a_commit_of_the_same_parts_stays_as_it_is(write: Callable[[DiskTier, str], None], tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "run")
+    write(tier, LIFE)
+    assert flush.commit(tier, 7, [0], 1, LIFE)
+    before = (tier.root / commit_name(7)).stat()
+    assert flush.commit(tier, 7, [0], 1, LIFE)
+    assert (tier.root / commit_name(7)).stat() == before
