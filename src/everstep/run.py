@@ -116,8 +116,7 @@ class Run:
         self.resumed_from: int | None = None
         self._resumed_base: int | None = None
         self._state, self._loader = state, loader
-        self._finished = False
-        self._had_finished = False  # in an earlier life
+        self._finished = self._had_finished = False  # now, or in an earlier life
         self._closed = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
