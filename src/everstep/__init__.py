@@ -29,6 +29,7 @@ recover/        back to the same step on every rank     shelf survey plan assemb
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          others reach times audit inquiry salvage records rebuild retrieve
 live/           without leaving the loop                line presence regroup loop
+live/           those who train, started and replaced   crew
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life

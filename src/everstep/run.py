@@ -126,7 +126,7 @@ class Run:
         self._life = ExitStack()
         self._presence = Presence(chosen) if chosen.on_loss else None
         if is_spare(os.environ):
-            self._signals = Signals(lambda: self._step_s)
+            self._signals = Signals(lambda: self._step_s, stands_by=True)
             stand_by(self, self._presence)
         else:
             self._begin()
@@ -177,6 +177,7 @@ class Run:
         """Be ready for what the keeper says."""
         leaves_alone = self._place.world == 1 or self._presence is not None
         self._signals.tell = None if leaves_alone else self._keeper.stop_at
+        self._signals.stands_by = False
         self._keeper.listen_with(
             Answers(
                 lease=self._capture.lease,

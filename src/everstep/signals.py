@@ -20,9 +20,9 @@ _HEARD_S = 0.5  # until all ranks have heard of the last step
 class Signals:
     """Hears the signals of this process, and knows which step is the last."""
 
-    def __init__(self, step_s: Callable[[], float]) -> None:
-        """`step_s`: how long a step takes."""
-        self._step_s = step_s
+    def __init__(self, step_s: Callable[[], float], *, stands_by: bool = False) -> None:
+        """`step_s`: how long a step takes. `stands_by`: there is none yet that could be finished."""
+        self._step_s, self.stands_by = step_s, stands_by
         self.tell: Callable[[int, str], None] | None = None  # the other ranks of the last step, if all leave together
         self._received: int | None = None
         self._stop_at: int | None = None  # the last step, as all ranks know it,
@@ -64,6 +64,8 @@ class Signals:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
+        if self.stands_by:
+            raise SystemExit(128 + number)
         if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: do not wait for the step
         self._received = number

@@ -44,9 +44,24 @@ def test_it_becomes_the_command_with_everything_chosen(tmp_path: Path) -> None:
         (["--domain", "", "true"], "--domain must be a name of letters, digits"),
         (["--", "no-such-program"], "no-such-program cannot be started: No such file or directory"),
         ([], "Missing argument"),
+        (["--nproc", "0", "train.py"], "--nproc must be at least 1, not 0"),
+        (["--nproc", "2", "--spares", "-1", "train.py"], "--spares must be at least 0, not -1"),
+        (["--spares", "1", "train.py"], "--spares says how workers are started, and needs --nproc"),
+        (["--nproc", "2", "--nodes", "2", "train.py"], "several nodes need --master HOST:PORT"),
+        (["--nproc", "2", "--nodes", "2", "--node-rank", "2", "train.py"], "--node-rank must be from 0 to 1, not 2"),
+        (["--nproc", "2", "--master", "here", "train.py"], "--master must be HOST:PORT, not 'here'"),
+        (["--nproc", "2", "--", "no-such-program"], "no-such-program cannot be started: No such file or directory"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_started(words: list[str], said: str, cli: Cli) -> None:
     answer = cli("run", *words)
     assert (answer.code, answer.out) == (2, "")
     assert said in answer.err
+
+
+def test_under_srun_each_node_has_its_workers_and_all_meet_on_the_first(tmp_path: Path) -> None:
+    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[7-8]"}
+    show = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
+    command = [sys.executable, "-m", "everstep.cli", "run", "--nproc", "2", "--", sys.executable, "-c", show]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment() | slurm, cwd=tmp_path)
+    assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, ["2 4 gpu7", "3 4 gpu7"]), ended.stderr

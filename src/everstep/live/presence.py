@@ -21,6 +21,7 @@ from everstep.errors import BadConfig, Restart
 from everstep.events import WentOn
 from everstep.keeper.protocol import Lost, View
 from everstep.keeper.views import SPARE
+from everstep.live.crew import tell_crew
 from everstep.live.line import Line
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import run_name
@@ -52,6 +53,7 @@ class Presence:
             self._line = self._open(run)
             self._rank = place.rank
             self._line.enrol(job=job, view=self.view, rank=place.rank, world=place.world)
+        tell_crew(place.rank)
 
     def enrol_as_spare(self) -> None:
         """Of the run that is in the directory, as soon as there is one."""
