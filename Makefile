@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)  ## two failures, one exact run
+demo: $(STAMP)  ## four failures, and not a bit of difference
 	$(BIN)/python examples/demo.py
 
 # Hundreds of tests kill real processes, several at a time. What fails beside others is tried once more by itself, in

@@ -1,4 +1,4 @@
-"""One training, three failures, not a bit of difference.
+"""Three trainings, four failures, not a bit of difference.
 
 First act: torchrun trains a small GPT on two ranks with every step captured in memory. Twice, at a random moment, a
 rank gets SIGKILL. torchrun restarts the ranks, and Everstep brings them back to the step.
@@ -6,7 +6,10 @@ rank gets SIGKILL. torchrun restarts the ranks, and Everstep brings them back to
 Second act: the same training with every step durable, by the log. At a random moment the machine "reboots": torchrun,
 both ranks and the keeper are killed and shared memory is wiped. The training is started again, from its disk.
 
-At the end the results are compared, bit for bit, with the same training without failures.
+Third act: `everstep run` trains on two ranks, and a spare stands by. A rank gets SIGKILL. The other does not leave its
+process: it stands still, the spare takes the place of the dead, and both go on with the step.
+
+At the end the results are compared, bit for bit, with the same trainings without failures.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import everstep
-from everstep.events import Started, read_events
+from everstep.events import RanksLost, Started, WentOn, read_events
 
 STEPS = 240
+LIVE_STEPS = 300
 FAILURES = 2
 console = Console()
 
@@ -51,6 +55,10 @@ def start(directory: Path, log: Path, strategy: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(FAILURES + 1), str(train), "--dir", str(directory), "--steps", str(STEPS)]
     command += ["--strategy", strategy]
+    return begin(command, log)
+
+
+def begin(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command, stdout=log.open("ab"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -132,6 +140,61 @@ def train_through_reboot(progress: Progress, title: str, directory: Path, reboot
     return failure, durable
 
 
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """How a loss was lived through: in seconds, and who was there before and after."""
+
+    victim: int
+    killed_at: float
+    step: int
+    lost: RanksLost
+    went_on: list[WentOn]  # of those who were there before
+    before: dict[int, int]  # rank -> process
+    after: dict[int, int]
+
+    @property
+    def pids_stayed(self) -> bool:
+        stayed = self.before.items() & self.after.items()
+        return self.before.keys() == self.after.keys() and stayed == self.before.items() - {
+            (self.lost.rank, self.victim)
+        }
+
+
+def train_live(progress: Progress, title: str, directory: Path, kill_at: int | None) -> Survival | None:
+    """Two ranks and a spare; at a step one of the two is killed."""
+    program = Path(__file__).with_name("train_live.py")
+    command = [sys.executable, "-m", "everstep.cli", "run", "--nproc", "2", "--spares", "1", str(program)]
+    command += ["--dir", str(directory), "--steps", str(LIVE_STEPS)]
+    log = directory.with_suffix(".log")
+    job = begin(command, log)
+    bar = progress.add_task(title, total=LIVE_STEPS)
+    killed: tuple[int, float, int] | None = None
+    while job.poll() is None:
+        time.sleep(0.02)
+        now = status(directory)
+        progress.update(bar, completed=int(now["step"]))
+        if kill_at is not None and killed is None and int(now["step"]) >= kill_at:
+            victim = random.choice([e.pid for e in read_events(directory) if isinstance(e, Started)])
+            killed = victim, time.time(), int(now["step"])
+            os.kill(victim, signal.SIGKILL)
+            progress.console.print(f"  SIGKILL to process {victim} at step {now['step']}; a spare stands by")
+    progress.update(bar, completed=int(status(directory)["step"]))
+    check_end(job, log)
+    return look_at_survival(directory, *killed) if killed is not None else None
+
+
+def look_at_survival(directory: Path, victim: int, killed_at: float, step: int) -> Survival:
+    events = read_events(directory)
+    lost = next(e for e in events if isinstance(e, RanksLost))
+    started = [e for e in events if isinstance(e, Started)]
+    return Survival(
+        victim=victim, killed_at=killed_at, step=step, lost=lost,
+        went_on=[e for e in events if isinstance(e, WentOn) and e.rank != lost.rank],
+        before={e.rank: e.pid for e in started if e.time < killed_at},
+        after={e.rank: e.pid for e in started if e.time > killed_at},
+    )  # fmt: skip
+
+
 def same(one: object, two: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return (
@@ -162,14 +225,22 @@ def main() -> None:
         reboot, durable = train_through_reboot(progress, "the log, a reboot", rebooted, random.randint(60, 180))
         train(progress, "the same, undisturbed", reference, [])
         kept = [everstep.open(one).load(STEPS) for one in (broken, rebooted, reference)]
+        live, live_reference = (Path(folder, name) for name in ("live", "live-without"))
+        survival = train_live(progress, "a rank is replaced", live, random.randint(60, 200))
+        train_live(progress, "the same, undisturbed", live_reference, None)
+        kept_live = [everstep.open(one).load(LIVE_STEPS) for one in (live, live_reference)]
 
     report([*failures, reboot], durable)
     verdicts = compare(kept)
+    if survival is None:
+        raise SystemExit("the third training ended before its failure")
+    report_survival(survival)
+    verdicts += compare(kept_live)
     losses = kept[0]["extra"]["losses"]["value"]
     console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {time.time() - begun:.0f} s in all")
     lost = [f.step - f.resumed_from for f in failures]
     kept_all = len(failures) == FAILURES and all(n in (0, 1) for n in lost) and reboot.resumed_from >= durable
-    if not all(verdicts) or not kept_all:
+    if not all(verdicts) or not kept_all or not survival.pids_stayed:
         raise SystemExit("the demo did not keep its promise")
 
 
@@ -183,6 +254,24 @@ def report(failures: list[Failure], durable: int) -> None:
     console.print(table)
     back = failures[-1].resumed_from
     console.print(f"before the reboot step {durable} was durable; the disk alone gave back step {back}")
+
+
+def report_survival(survival: Survival) -> None:
+    lost, went_on = survival.lost, survival.went_on
+    console.print(f"\nRank {lost.rank} was killed at step {survival.step}; noticed because {lost.how}")
+    for rank, pid in sorted(survival.before.items()):
+        now = survival.after.get(rank)
+        fate = "stayed in its process" if now == pid else f"was replaced by the spare, process {now}"
+        console.print(f"  rank {rank}, process {pid}, {fate}")
+    phases = {
+        "until it was noticed": lost.time - survival.killed_at,
+        "until the other stood still": max(e.stopped_s for e in went_on),
+        "until both had met": max(e.met_s for e in went_on),
+        "until the state was there": max(e.restored_s for e in went_on),
+        "in all": max(e.time for e in went_on) - survival.killed_at,
+    }
+    for phase, seconds in phases.items():
+        console.print(f"  {phase:30}{1000 * seconds:6.0f} ms")
 
 
 def compare(kept: list[dict[str, Any]]) -> list[bool]:

@@ -1,0 +1,86 @@
+"""The whole of it: `everstep run` starts a real training, workers are killed or all are asked to leave, and it goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crews import Job
+from lives import digest, run_directory, told
+
+import everstep
+from everstep.events import RanksLost, Started, Stopping, WentOn
+
+TRAIN = Path(__file__).parents[2] / "examples/train_live.py"
+
+
+def kept(directory: Path, step: int) -> str:
+    """What the run has on its disk at the end, to the bit."""
+    state: dict[str, Any] = everstep.open(directory).load(step)
+    tensors = {name: value for name, value in state.items() if name.startswith(("model.", "optimizer."))}
+    assert len(tensors) > 10
+    return digest(tensors, state["extra"], state["random"]["torch"])
+
+
+def undisturbed(folder: Path, workers: int, steps: int) -> tuple[str, dict[str, str]]:
+    folder.mkdir()
+    with run_directory() as directory:
+        job = Job(folder, "--nproc", workers, TRAIN, "--dir", directory, "--steps", steps)
+        assert job.wait() == 0, job.said
+        return kept(directory, steps), results(job)
+
+
+def results(job: Job) -> dict[str, str]:
+    """By rank: what it says of itself at the end, without its process."""
+    return dict(re.findall(r"^rank (\d) of \d \(process \d+\): (.*)$", job.said, re.MULTILINE))
+
+
+def reached(directory: Path) -> int:
+    try:
+        return int(everstep.open(directory).status()["step"])  # type: ignore[call-overload]
+    except everstep.EverstepError:
+        return 0  # it has not begun
+
+
+def test_a_worker_killed_at_any_moment_is_replaced_and_the_result_is_the_same_to_the_bit(
+    directory: Path, tmp_path: Path
+) -> None:
+    steps, at = 300, random.randint(5, 200)
+    job = Job(tmp_path, "--nproc", 3, "--spares", 1, TRAIN, "--dir", directory, "--steps", steps)
+    job.until(lambda: reached(directory) >= at)
+    time.sleep(random.random() * 0.02)
+    before = [event.pid for event in told(directory, Started)]
+    assert len(before) == 3
+    victim = random.choice(before)
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait() == 0, job.said
+    assert len(told(directory, RanksLost)) == 1
+    assert {event.rank for event in told(directory, WentOn) if event.exact} == {0, 1, 2}
+    after = [event.pid for event in told(directory, Started)[3:]]
+    assert len(after) == 3 and set(before) - {victim} < set(after), "who was not killed stays in its process"
+    assert (kept(directory, steps), results(job)) == undisturbed(tmp_path / "undisturbed", 3, steps)
+
+
+@pytest.mark.parametrize(("times", "trains_s"), [(2, 0.5), pytest.param(6, 3.0, marks=pytest.mark.soak)])
+def test_a_job_that_is_preempted_again_and_again_advances_and_loses_no_step(
+    directory: Path, tmp_path: Path, times: int, trains_s: float
+) -> None:
+    left_at = 0
+    for life in range(times):
+        job = Job(tmp_path, "--nproc", 2, TRAIN, "--dir", directory, "--steps", 1_000_000)
+        job.until(lambda life=life: len(told(directory, Started)) == 2 * (life + 1))
+        assert [event.step for event in told(directory, Started)[-2:]] == [left_at, left_at]
+        time.sleep(trains_s * random.uniform(1, 4 / 3))
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(30) == 128 + signal.SIGTERM, job.said
+        assert left_at < (left_at := max(event.step for event in told(directory, Stopping)))
+    steps = left_at + 10
+    job = Job(tmp_path, "--nproc", 2, TRAIN, "--dir", directory, "--steps", steps)
+    assert job.wait() == 0, job.said
+    assert (kept(directory, steps), results(job)) == undisturbed(tmp_path / "undisturbed", 2, steps)
