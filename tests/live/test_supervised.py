@@ -1,4 +1,4 @@
-"""The whole of it: `everstep run` starts a real training, workers are killed or all are asked to leave, and it goes on."""
+"""`everstep run` starts a real training; a worker is killed, or all are asked to leave, and it goes on."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_a_job_that_is_preempted_again_and_again_advances_and_loses_no_step(
         time.sleep(trains_s * random.uniform(1, 4 / 3))
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(30) == 128 + signal.SIGTERM, job.said
-        assert left_at < (left_at := max(event.step for event in told(directory, Stopping)))
+        before, left_at = left_at, max(event.step for event in told(directory, Stopping))
+        assert before < left_at
     steps = left_at + 10
     job = Job(tmp_path, "--nproc", 2, TRAIN, "--dir", directory, "--steps", steps)
     assert job.wait() == 0, job.said
