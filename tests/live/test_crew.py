@@ -28,10 +28,11 @@ def test_workers_of_one_node_meet_at_a_port_that_nobody_else_is_given(tmp_path: 
     body = """
 import socket
 if rank == 0:
-    others = [socket.socket() for _ in range(200)]
-    for one in others:
-        one.bind(("", 0))
-    assert int(os.environ["MASTER_PORT"]) not in {one.getsockname()[1] for one in others}
+    try:
+        socket.socket().bind(("", int(os.environ["MASTER_PORT"])))
+        raise SystemExit("anybody could have taken it")
+    except OSError:
+        pass
     mine = socket.socket()
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     mine.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
@@ -141,6 +142,25 @@ def test_an_error_of_the_program_is_not_tried_again(tmp_path: Path) -> None:
     program.note("go")
     assert job.wait() == 9
     assert len(program.pids("rank-*")) == 2
+
+
+def test_who_fails_when_others_have_done_their_work_is_not_replaced_and_its_code_is_left(tmp_path: Path) -> None:
+    body = """
+if rank == 1:
+    wait_for("go")
+    raise SystemExit(5)
+if rank == 2:
+    wait_for("end")
+"""
+    program = Program(tmp_path, body)
+    job = Job(tmp_path, "--nproc", 3, program.path)
+    job.until(lambda: len(program.pids("rank-*")) == 3 and not process_alive(program.pids("rank-0")[0]))
+    time.sleep(0.2)  # the supervisor has seen it, too
+    program.note("go")
+    job.until(lambda: "left with code 5" in job.said)
+    program.note("end")
+    assert job.wait() == 5
+    assert job.lines == ["rank 1 (process N) left with code 5: nobody needs a spare any more"]
 
 
 def test_a_spare_that_cannot_stand_by_is_not_started_for_ever(tmp_path: Path) -> None:
