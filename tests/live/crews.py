@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from everstep.keeper.replica import environment
@@ -19,10 +19,11 @@ COMMAND = "from everstep.cli import main; main()"
 class Job:
     """One supervised job. What its processes say, and what the supervisor says of them, is in one file."""
 
-    def __init__(self, folder: Path, *words: object, before: str = "") -> None:
-        """`before`: done in the supervisor before it begins."""
+    def __init__(self, folder: Path, *words: object, before: str = "", launcher: Sequence[str] = ()) -> None:
+        """`before`: done in the supervisor before it begins. `launcher`: another one instead."""
         self._said = folder / "said"
-        command = [sys.executable, "-c", f"{before}\n{COMMAND}", "run", *map(str, words)]
+        ours = ["-c", f"{before}\n{COMMAND}", "run"]
+        command = [sys.executable, *(launcher or ours), *map(str, words)]
         with self._said.open("ab") as said:
             self.process = subprocess.Popen(
                 command, env=environment(), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT

@@ -62,9 +62,22 @@ def test_a_worker_killed_at_any_moment_is_replaced_and_the_result_is_the_same_to
     assert job.wait() == 0, job.said
     assert len(told(directory, RanksLost)) == 1
     assert {event.rank for event in told(directory, WentOn) if event.exact} == {0, 1, 2}
+    assert all(event.stopped_s + event.met_s + event.restored_s < 30 for event in told(directory, WentOn))
     after = [event.pid for event in told(directory, Started)[3:]]
     assert len(after) == 3 and set(before) - {victim} < set(after), "who was not killed stays in its process"
     assert (kept(directory, steps), results(job)) == undisturbed(tmp_path / "undisturbed", 3, steps)
+
+
+def test_under_torchrun_a_death_means_a_restart_of_all_from_memory(directory: Path, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    job = Job(tmp_path, TRAIN, "--dir", directory, "--steps", 200, launcher=torchrun)
+    job.until(lambda: reached(directory) >= 30)
+    before = told(directory, Started)
+    os.kill(before[0].pid, signal.SIGKILL)
+    assert job.wait() == 0, job.said
+    later = told(directory, Started)[len(before) :]
+    assert any(event.pid not in {one.pid for one in before} and event.source == "memory" for event in later)
+    assert (kept(directory, 200), results(job)) == undisturbed(tmp_path / "undisturbed", 2, 200)
 
 
 @pytest.mark.parametrize(("times", "trains_s"), [(2, 0.5), pytest.param(6, 3.0, marks=pytest.mark.soak)])

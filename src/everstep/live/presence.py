@@ -94,6 +94,8 @@ class Presence:
         address = f"127.0.0.1:{server.port}"
         self._times[1] = time.monotonic()
         called = line.stand(self.view, address)
+        if not self._times[0]:  # it stood by, and has lost nobody
+            self._times[:2] = [time.monotonic()] * 2
         if called is not None:
             with self._changed:
                 self.view, self._rank, self._called = called.number, called.rank, called
