@@ -161,9 +161,10 @@ class Survival:
 
 
 def train_live(progress: Progress, title: str, directory: Path, kill_at: int | None) -> Survival | None:
-    """Two ranks and a spare; at a step one of the two is killed."""
+    """Two ranks, and a spare if one of the two is to be killed."""
+    spares = "0" if kill_at is None else "1"
     program = Path(__file__).with_name("train_live.py")
-    command = [sys.executable, "-m", "everstep.cli", "run", "--nproc", "2", "--spares", "1", str(program)]
+    command = [sys.executable, "-m", "everstep.cli", "run", "--nproc", "2", "--spares", spares, str(program)]
     command += ["--dir", str(directory), "--steps", str(LIVE_STEPS)]
     log = directory.with_suffix(".log")
     job = begin(command, log)

@@ -86,7 +86,7 @@ wait_for("end")
 """
     program = Program(tmp_path, body)
     job = Job(tmp_path, "--nproc", 2, "--spares", 1, "--max-restarts", 1, program.path)
-    job.until(lambda: program.has("taken"))
+    job.until(lambda: program.has("taken") and "is started to stand by" in job.said)
     program.note("end")
     began = time.monotonic()
     assert job.wait() == 4

@@ -70,7 +70,7 @@ def test_a_worker_killed_at_any_moment_is_replaced_and_the_result_is_the_same_to
 
 def test_under_torchrun_a_death_means_a_restart_of_all_from_memory(directory: Path, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
-    job = Job(tmp_path, TRAIN, "--dir", directory, "--steps", 200, launcher=torchrun)
+    job = Job(tmp_path, TRAIN, "--dir", directory, "--steps", 200, "--on-loss", "restart", launcher=torchrun)
     job.until(lambda: reached(directory) >= 30)
     before = told(directory, Started)
     os.kill(before[0].pid, signal.SIGKILL)
