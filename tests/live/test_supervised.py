@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 from crews import Job
 from lives import digest, run_directory, told
+from team import Team
 
 import everstep
+from everstep import signals
 from everstep.events import RanksLost, Started, Stopping, WentOn
+from everstep.topology import process_alive
 
 TRAIN = Path(__file__).parents[2] / "examples/train_live.py"
 
@@ -66,6 +69,18 @@ def test_a_worker_killed_at_any_moment_is_replaced_and_the_result_is_the_same_to
     after = [event.pid for event in told(directory, Started)[3:]]
     assert len(after) == 3 and set(before) - {victim} < set(after), "who was not killed stays in its process"
     assert (kept(directory, steps), results(job)) == undisturbed(tmp_path / "undisturbed", 3, steps)
+
+
+def test_a_spare_that_is_asked_to_leave_has_no_step_to_finish_and_leaves_at_once(directory: Path) -> None:
+    team = Team(directory, 2, spares=1, on_loss=["spare"]).start(lambda here: time.sleep(0.3))
+    time.sleep(2.0)
+    os.kill(team.pids[2], signal.SIGTERM)
+    asked = time.monotonic()
+    while process_alive(team.pids[2]):
+        time.sleep(0.01)
+    assert time.monotonic() - asked < signals._GRACE_S / 2
+    found = team.wait()
+    assert [found[name].code for name in range(3)] == [0, 0, 128 + signal.SIGTERM]
 
 
 def test_under_torchrun_a_death_means_a_restart_of_all_from_memory(directory: Path, tmp_path: Path) -> None:
