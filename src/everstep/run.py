@@ -175,8 +175,8 @@ class Run:
 
     def _listen(self) -> None:
         """Be ready for what the keeper says."""
-        leaves_alone = self._place.world == 1 or self._presence is not None
-        self._signals.tell = None if leaves_alone else self._keeper.stop_at
+        self._signals.leaves_alone = self._presence is not None
+        self._signals.tell = None if self._place.world == 1 else self._keeper.stop_at
         self._signals.stands_by = False
         self._keeper.listen_with(
             Answers(

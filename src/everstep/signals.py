@@ -23,7 +23,8 @@ class Signals:
     def __init__(self, step_s: Callable[[], float], *, stands_by: bool = False) -> None:
         """`step_s`: how long a step takes. `stands_by`: there is none yet that could be finished."""
         self._step_s, self.stands_by = step_s, stands_by
-        self.tell: Callable[[int, str], None] | None = None  # the other ranks of the last step, if all leave together
+        self.tell: Callable[[int, str], None] | None = None  # the other ranks of the last step, if there are any
+        self.leaves_alone = False  # after a signal: the others go on without. A halt is for all
         self._received: int | None = None
         self._stop_at: int | None = None  # the last step, as all ranks know it,
         self.halt = ""  # and why, if no signal asked for it
@@ -87,7 +88,7 @@ class Signals:
         they are there.
         """
         if (self._received is not None or self.halt) and self._stop_at is None:
-            if self.tell is None:
+            if self.tell is None or self._is_for_one:
                 return True
             self._stop_at = step + max(2, math.ceil(_HEARD_S / max(self._step_s(), 1e-3)))
             self.tell(self._stop_at, self.halt)
@@ -95,9 +96,13 @@ class Signals:
 
     def will_leave(self, step: int) -> bool:
         """Whether the run ends with this step, as far as all ranks know it."""
-        if self.tell is None:
+        if self.tell is None or self._is_for_one:
             return self.is_asked
         return self._stop_at is not None and step >= self._stop_at
+
+    @property
+    def _is_for_one(self) -> bool:
+        return self.leaves_alone and not self.halt
 
     @property
     def is_asked(self) -> bool:

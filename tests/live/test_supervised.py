@@ -14,10 +14,12 @@ import pytest
 from crews import Job
 from lives import digest, run_directory, told
 from team import Team
+from typer.testing import CliRunner
 
 import everstep
 from everstep import signals
-from everstep.events import RanksLost, Started, Stopping, WentOn
+from everstep.cli import app
+from everstep.events import Halted, RanksLost, Started, Stopping, WentOn
 from everstep.topology import process_alive
 
 TRAIN = Path(__file__).parents[2] / "examples/train_live.py"
@@ -81,6 +83,18 @@ def test_a_spare_that_is_asked_to_leave_has_no_step_to_finish_and_leaves_at_once
     assert time.monotonic() - asked < signals._GRACE_S / 2
     found = team.wait()
     assert [found[name].code for name in range(3)] == [0, 0, 128 + signal.SIGTERM]
+
+
+def test_a_halt_is_for_all_ranks_and_no_spare_takes_the_place_of_one_that_leaves(
+    directory: Path, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, "--nproc", 2, "--spares", 1, TRAIN, "--dir", directory, "--steps", 1_000_000)
+    job.until(lambda: reached(directory) >= 5)
+    assert CliRunner().invoke(app, ["halt", str(directory), "--now"]).exit_code == 0
+    assert job.wait(60) == 0, job.said
+    assert [event.rank for event in sorted(told(directory, Halted), key=lambda event: event.rank)] == [0, 1]
+    assert len({event.step for event in told(directory, Halted)}) == 1
+    assert len(told(directory, Started)) == 2
 
 
 def test_under_torchrun_a_death_means_a_restart_of_all_from_memory(directory: Path, tmp_path: Path) -> None:
