@@ -169,15 +169,13 @@ class Run:
         )  # fmt: skip
         self._life.callback(self._close_keeping)
         self._capture = self._keeping.capture
-        self._emit(
-            Started(rank=self._place.rank, world=self._place.world, pid=os.getpid(), step=self.step, source=source)
-        )
+        place = self._place
+        self._emit(Started(rank=place.rank, world=place.world, pid=os.getpid(), step=self.step, source=source))
 
     def _listen(self) -> None:
         """Be ready for what the keeper says."""
-        self._signals.leaves_alone = self._presence is not None
-        self._signals.tell = None if self._place.world == 1 else self._keeper.stop_at
-        self._signals.stands_by = False
+        tell = None if self._place.world == 1 else self._keeper.stop_at
+        self._signals.join(tell, leaves_alone=self._presence is not None)
         self._keeper.listen_with(
             Answers(
                 lease=self._capture.lease,

@@ -22,9 +22,9 @@ class Signals:
 
     def __init__(self, step_s: Callable[[], float], *, stands_by: bool = False) -> None:
         """`step_s`: how long a step takes. `stands_by`: there is none yet that could be finished."""
-        self._step_s, self.stands_by = step_s, stands_by
-        self.tell: Callable[[int, str], None] | None = None  # the other ranks of the last step, if there are any
-        self.leaves_alone = False  # after a signal: the others go on without. A halt is for all
+        self._step_s, self._stands_by = step_s, stands_by
+        self._tell: Callable[[int, str], None] | None = None
+        self._leaves_alone = False
         self._received: int | None = None
         self._stop_at: int | None = None  # the last step, as all ranks know it,
         self.halt = ""  # and why, if no signal asked for it
@@ -49,6 +49,13 @@ class Signals:
             after_in_child=lambda: _let_be_a_child(ours(), old),
         )
 
+    def join(self, tell: Callable[[int, str], None] | None, *, leaves_alone: bool) -> None:
+        """This process has a place from now on. `tell`: the other ranks of the last step, if there are any.
+
+        `leaves_alone`: after a signal the others go on without this one. A halt is for all.
+        """
+        self._tell, self._leaves_alone, self._stands_by = tell, leaves_alone, False
+
     def _watch(self, hear: int) -> None:
         """A trainer that hangs in a collective cannot finish its step: after a while it leaves without, losing nothing.
 
@@ -65,7 +72,7 @@ class Signals:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
-        if self.stands_by:
+        if self._stands_by:
             raise SystemExit(128 + number)
         if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: do not wait for the step
@@ -88,21 +95,21 @@ class Signals:
         they are there.
         """
         if (self._received is not None or self.halt) and self._stop_at is None:
-            if self.tell is None or self._is_for_one:
+            if self._tell is None or self._is_for_one:
                 return True
             self._stop_at = step + max(2, math.ceil(_HEARD_S / max(self._step_s(), 1e-3)))
-            self.tell(self._stop_at, self.halt)
+            self._tell(self._stop_at, self.halt)
         return self._stop_at is not None and step >= self._stop_at
 
     def will_leave(self, step: int) -> bool:
         """Whether the run ends with this step, as far as all ranks know it."""
-        if self.tell is None or self._is_for_one:
+        if self._tell is None or self._is_for_one:
             return self.is_asked
         return self._stop_at is not None and step >= self._stop_at
 
     @property
     def _is_for_one(self) -> bool:
-        return self.leaves_alone and not self.halt
+        return self._leaves_alone and not self.halt
 
     @property
     def is_asked(self) -> bool:

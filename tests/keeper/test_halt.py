@@ -70,8 +70,8 @@ def test_a_halt_that_was_obeyed_stops_nobody_but_for_the_end_of_every_allocation
 def test_the_last_step_is_appointed_so_far_ahead_that_all_ranks_hear_of_it(step_s: float, last: int) -> None:
     told: list[tuple[int, str]] = []
     signals = Signals(lambda: step_s)
-    signals.tell = lambda step, halt: told.append((step, halt))
     try:
+        signals.join(lambda step, halt: told.append((step, halt)), leaves_alone=False)
         assert not signals.is_last(9) and not signals.will_leave(9)
         signals.hear_halt("now")
         assert not signals.is_last(10) and told == [(last, "now")]
