@@ -281,8 +281,9 @@ def run_cpu(given: argparse.Namespace, report: Report) -> None:
 def run_gpu(given: argparse.Namespace, report: Report) -> None:
     gpu.DEVICE = given.device
     names = [name for name in log_gpu.KINDS if not given.only or name in given.only.split(",")]
+    kinds = {name: [kind for kind in log_gpu.KINDS[name] if not given.kind or kind == given.kind] for name in names}
     with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=given.scratch, ignore_cleanup_errors=True) as folder:
-        data = log_gpu.bench(names, Path(folder), 3 if given.quick else 6, given.budget)
+        data = log_gpu.bench(kinds, Path(folder), 3 if given.quick else 6, given.budget)
     log_gpu.report_on(report, data)
 
 
@@ -293,6 +294,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help=f"some of {', '.join(PARTS)}; with --gpu, of {', '.join(log_gpu.KINDS)}"
     )
+    parser.add_argument("--kind", default="", help="--gpu: dense or topk alone")
     parser.add_argument("--budget", type=float, default=180.0, help="--gpu: seconds after which nothing new begins")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--scratch", type=Path, default=None, help="a directory on the disk to write to")

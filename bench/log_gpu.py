@@ -142,16 +142,16 @@ def bench_kind(case: gpu.Case, kind: str, directory: Path, rounds: int, block_s:
     return found
 
 
-def bench(names: list[str], scratch: Path, rounds: int, budget_s: float) -> dict[str, Any]:
+def bench(kinds: dict[str, list[str]], scratch: Path, rounds: int, budget_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + budget_s
     on_device = gpu.DEVICE == "cuda"
     data: dict[str, Any] = {"link_bytes_s": gpu.link_bytes_s() if on_device else 0.0, "models": {}}
-    for name in names:
+    for name in kinds:
         entry: dict[str, Any] = {"title": name, "parameters": 0, "kinds": {}}
         data["models"][name] = entry
         case = gpu.make_case(name) if on_device else stand_in(name)
         entry["title"], entry["parameters"] = case.title, sum(p.numel() for p in case.model.parameters())
-        for kind in KINDS[name]:
+        for kind in kinds[name]:
             found = _bench_or_say(case, kind, scratch, rounds, deadline)
             entry["kinds"][kind] = asdict(found)
             print(f"{case.title:34} {kind:22} {_line(found)}", flush=True)
