@@ -22,7 +22,7 @@ from everstep.errors import (
     NothingToRestore,
     RunHeld,
 )
-from everstep.events import read_events
+from everstep.events import WentOn, read_events
 from everstep.keeper import flush
 from everstep.keeper.client import keeper_pid, levels_of, replica_of
 from everstep.keeper.note import read_note
@@ -289,6 +289,7 @@ class Archive:
                 "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
                 "replica": replica_of(self.run),
                 "ring": _ring_state(sources.rings),
+                "went_on": [e for e in read_events(self.directory) if isinstance(e, WentOn) and e.rank == 0],
                 "exposure": exposure(
                     survey,
                     sources.node,

@@ -15,7 +15,7 @@ from everstep.tiers import Tier, Tiers, choose
 Mode = Literal["host", "device", "direct", "disk"]
 Strategy = Literal["auto", "snapshot", "log", "replica"]
 KeeperKind = Literal["process", "inline"]
-Policy = Literal["spare", "rollback", "restart"]
+Policy = Literal["spare", "forward", "rollback", "restart"]
 Batch = Literal["redistribute", "shrink"]
 
 

@@ -235,6 +235,9 @@ class WentOn(Event, frozen=True, kw_only=True):
     stopped_s: float  # from hearing of the loss until it stood still,
     met_s: float  # until all had met,
     restored_s: float  # and until the state was there
+    buckets: int = 0  # of gradients that were averaged without those of the lost,
+    samples: int = 0  # and samples that the lost had in them
+    reason: str = ""  # why it is not what was wished for first
 
 
 class Stopping(Event, frozen=True, kw_only=True):

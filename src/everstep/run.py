@@ -32,12 +32,13 @@ from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Str
 from everstep.errors import BadConfig, EverstepError, Restart
 from everstep.events import Degraded, EventLog, Finished, Halted, Started, Stopping
 from everstep.keeper.arrival import arrive, check, check_level
-from everstep.keeper.client import Answers, KeeperClient
+from everstep.keeper.client import KeeperClient
 from everstep.keeper.keeping import Keeping
 from everstep.keeper.protocol import runtime_folder
 from everstep.keeper.scavenge import sign
 from everstep.launch import is_spare
-from everstep.live.loop import LiveStep, live_steps, stand_by
+from everstep.live.forward import Forward
+from everstep.live.loop import Carried, LiveStep, live_steps, stand_by
 from everstep.live.presence import Presence
 from everstep.live.regroup import regroup, weigh
 from everstep.recover.resume import resume
@@ -86,10 +87,10 @@ def guard(
     (a base now and then, and what the optimizers consumed in every step), or "auto": what is measured to cost less.
     mode: where captures land: "host" memory, spare "device" memory first, "direct" into Memory(path=...), or "disk"
     (as often as the disk takes them). keep: how many checkpoints stay on disk, or Keep(last=, every=).
-    linger: how long the keeper holds memory for a restart after the trainers are gone.
-    on_loss: what run.live() does when a rank is lost, the first of these that can be done: "spare" (one that stands by
-    takes its place), "rollback" (the others go on without it), "restart". batch: with fewer ranks, "redistribute" (the
-    global batch stays, and each has more of it) or "shrink". detect_timeout: after which a rank that hangs is lost.
+    linger: how long the keeper holds memory for a restart. on_loss: what run.live() does when a rank is lost, the first
+    of these that can be done: "spare" (another takes its place), "forward" (the others finish the step without it:
+    lossy), "rollback" (they do it again), "restart". batch: with fewer ranks "redistribute" (the global batch stays) or
+    "shrink". detect_timeout: until a hung rank is lost.
     """
     chosen = settings(
         dir, lose_at_most=lose_at_most, overhead_budget=overhead_budget, strategy=strategy, tiers=tiers, keep=keep,
@@ -115,19 +116,20 @@ class Run:
         self.step = 0
         self.resumed_from: int | None = None
         self._resumed_base: int | None = None
+        self._left_at = 0  # the step at which a life was ended by a loss
         self._state, self._loader = state, loader
         self._finished = self._had_finished = False  # now, or in an earlier life
         self._closed = False
         self._cut_at, self._step_s = time.monotonic(), 0.0
         self._random: dict[str, Any] | None = None
-        self._left_at = 0  # the step at which a life was ended by a loss
         self._places = Places.chosen(chosen.directory, chosen.tiers)
         claim.make(self._places)
         self._life = ExitStack()
         self._presence = Presence(chosen) if chosen.on_loss else None
+        self._forward = Forward.chosen(chosen, state.subjects, self._presence, state.reductions.are_settled)
         if is_spare(os.environ):
             self._signals = Signals(lambda: self._step_s, stands_by=True)
-            stand_by(self, self._presence)
+            stand_by(self, self._presence, self._forward)
         else:
             self._begin()
             self._signals = Signals(lambda: self._step_s)
@@ -136,8 +138,8 @@ class Run:
 
     # -- beginning
 
-    def _begin(self) -> None:
-        """Begin a life: all ranks of a job, or of a view, together."""
+    def _begin(self, carried: Carried | None = None) -> None:
+        """Begin a life: all ranks of a job, or of a view, together. `carried`: with the state as it is."""
         chosen, state = self.settings, self._state
         self._place = topology.here()
         check(chosen, self._place)
@@ -147,7 +149,7 @@ class Run:
         self._claim = claim.take(self._places, self._place, self._emit)
         self._life.callback(self._claim.give_back)
         self._run = self._claim.run
-        source = self._restore()
+        source = self._restore() if carried is None else self._carry(carried)
         generation = self._generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
@@ -176,16 +178,9 @@ class Run:
         """Be ready for what the keeper says."""
         tell = None if self._place.world == 1 else self._keeper.stop_at
         self._signals.join(tell, leaves_alone=self._presence is not None)
-        self._keeper.listen_with(
-            Answers(
-                lease=self._capture.lease,
-                release=self._capture.release,
-                stop_at=self._signals.stop_at,
-                base_at=self._keeping.take_base_at,
-                halt=self._signals.hear_halt,
-            )
-        )
-        self._protect_anew()
+        self._keeping.listen(self._signals)
+        if self.resumed_from is not None and not self._finished:
+            self._keeping.take_again(self.step)
         if self._presence is not None:
             self._presence.enrol(self._run, self._generation, self._place)
             weigh(self._state.subjects, self._feed)
@@ -209,12 +204,12 @@ class Run:
         self._resumed_base = resumed.base
         return resumed.source
 
-    def _protect_anew(self) -> None:
-        """A node that came back empty protects nobody yet, and has nothing of what was restored."""
-        is_protected = self._place.has_many_nodes and self.settings.tiers.protection is not None
-        if is_protected and self.resumed_from is not None and not self._finished:
-            self._keeping.take_again(self.step)
-            self._keeper.persist(self.step, as_base=True, level=Level.PROTECTED)
+    def _carry(self, carried: Carried) -> str:
+        self._state.reductions.restore(carried.reductions, self._place, self._emit)
+        assert self._feed is not None
+        self._feed.restore(carried.position)
+        self.resumed_from, self._resumed_base = self.step, None
+        return "those who were left"
 
     def _is_finished(self, limits: list[int | None] | None) -> bool:
         """Whether the run had come to its end, unless it may now go further. If one rank had, all have."""
@@ -261,6 +256,8 @@ class Run:
         self._capture.stepped = False
         self.step += 1
         self._state.reductions.settle()
+        if self._forward is not None and self._forward.is_under_way:
+            return  # the next life begins by keeping what there is
         before, self._cut_at = self._cut_at, time.monotonic()
         self._step_s = self._cut_at - before
         is_last = self._signals.is_last(self.step)
@@ -288,14 +285,10 @@ class Run:
         self.close()
 
     def live(self) -> Iterator[LiveStep]:
-        """The steps of the loop, each to be entered: `for step in run.live(): with step as batch: ...`
-
-        A rank that is lost meanwhile is answered as on_loss says: a step that could not be finished comes again, and
-        nobody who is left has to leave the loop.
-        """
+        """The steps of the loop, each to be entered: `with step as batch`. A lost rank is answered as on_loss says."""
         if self._presence is None or self._feed is None:
             raise BadConfig("run.live() needs guard(..., loader, on_loss=[...])")
-        return live_steps(self, self._presence)
+        return live_steps(self, self._presence, self._forward)
 
     def end_life(self) -> None:
         """For the loop of run.live(): let go of what belongs to the present life; whatever is sealed stays."""
@@ -304,17 +297,22 @@ class Run:
         if self._signals.is_asked:
             raise SystemExit(128 + signal.SIGTERM)
 
-    def begin_again(self) -> None:
-        """For the loop of run.live(): begin a life in the present group."""
-        regroup(self._state.subjects.models, self._loader)
+    def carried(self) -> Carried:
+        """For the loop of run.live(): what the next life goes on with, if the state stays as it is."""
+        assert self._feed is not None
+        return Carried(self._feed.position(), self._state.reductions.tree(), self._feed.batch_samples)
+
+    def begin_again(self, carried: Carried | None = None) -> None:
+        """For the loop of run.live(): begin a life in the present group; `carried`: with the state as it is."""
+        regroup(self._state.subjects.models, self._loader, keeps_gradients=carried is not None)
         self._state.reductions.forget()
-        self._begin()
+        self._begin(carried)
         self._listen()
         if self.resumed_from is None:
             raise Restart("nothing was sealed yet that those who are left could go on from")
 
-    def tell_went_on(self, presence: Presence) -> None:
-        self._emit(presence.report(self._place, step=self.step, left_at=self._left_at))
+    def tell_went_on(self, presence: Presence, **without: int) -> None:
+        self._emit(presence.report(self._place, step=self.step, left_at=self._left_at, **without))
 
     def _close_keeping(self) -> None:
         for arena in (*self._keeping.close(), *self._capture.held()):
@@ -362,7 +360,6 @@ class Run:
             **self._keeper.levels(),
             **self._keeping.status(),
             "replica": self._keeper.replica_status(self.step),
-            "trouble": self._keeper.trouble,
         }
 
     # -- ending

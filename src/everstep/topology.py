@@ -152,33 +152,41 @@ def broadcast(data: memoryview, source: int, topology: Topology) -> None:
         (topology.messages or _TorchMessages()).broadcast(data, source)
 
 
+def messages_of(group: Any) -> Messages:
+    """Among the ranks of a group that need not be the default one."""
+    return _TorchMessages(group)
+
+
 class _TorchMessages:
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
     def exchange(self, payload: bytes) -> list[bytes]:
         import torch
         import torch.distributed as dist
 
-        device, world = collective_device(), dist.get_world_size()
+        device, world = collective_device(self._group), dist.get_world_size(self._group)
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-        dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
+        dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=self._group)
         sizes = [int(length.item()) for length in lengths]
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
         gathered = [torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device) for _ in sizes]
-        dist.all_gather(gathered, mine.to(device))
+        dist.all_gather(gathered, mine.to(device), group=self._group)
         return [bytes(g[:n].cpu().numpy().tobytes()) for g, n in zip(gathered, sizes, strict=True)]
 
     def broadcast(self, data: memoryview, source: int) -> None:
         import torch
         import torch.distributed as dist
 
-        device, is_source = collective_device(), dist.get_rank() == source
+        device, is_source = collective_device(self._group), dist.get_rank(self._group) == source
         for at in range(0, len(data), _PACK_BYTES):
             piece = data[at : at + _PACK_BYTES]
             pack = torch.empty(len(piece), dtype=torch.uint8)
             if is_source:
                 pack.copy_(torch.frombuffer(piece if not piece.readonly else bytearray(piece), dtype=torch.uint8))
             pack = pack.to(device)
-            dist.broadcast(pack, src=source)
+            dist.broadcast(pack, group=self._group, group_src=source)
             if not is_source:
                 piece[:] = memoryview(pack.cpu().numpy()).cast("B")  # type: ignore[arg-type]
 
@@ -210,12 +218,12 @@ class _MpiMessages:
             self._world.Bcast([piece, MPI.BYTE], root=source)
 
 
-def collective_device() -> torch.device:
+def collective_device(group: Any = None) -> torch.device:
     """Where the backend takes tensors."""
     import torch
     import torch.distributed as dist
 
-    if "nccl" in str(dist.get_backend()):
+    if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -186,6 +186,7 @@ def test_status_of_a_dead_run(cli: Cli, killed: Path) -> None:
     assert set(status) == {
         "run", "directory", "alive", "trainers", "keeper", "step", "sealed_step", "durable_step", "arena_bytes",
         "ring", "exposure", "replica", "protected_step", "shared_step", "flushes", "silent_nodes",
+        "went_on",
     }  # fmt: skip
     assert (status["protected_step"], status["shared_step"], status["flushes"]) == (None, None, [])
     assert (status["alive"], status["trainers"], status["keeper"]) == (False, [], None)

@@ -10,6 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,22 @@ def nothing(here: Here) -> None:
 
 
 def train(
-    name: int, directory: Path, act: Act, *, steps: int = STEPS, dropout: float = 0.1, **options: Any
+    name: int,
+    directory: Path,
+    act: Act,
+    *,
+    steps: int = STEPS,
+    dropout: float = 0.1,
+    ddp: dict[str, Any] | None = None,
+    prepare: Callable[[Any], None] = lambda model: None,
+    gather: int = 1,
+    **options: Any,
 ) -> dict[str, Any]:
+    """`gather`: batches a step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # so that dropout differs from rank to rank, and must be restored
-    model = nn.parallel.DistributedDataParallel(_model(dropout))
+    model = nn.parallel.DistributedDataParallel(_model(dropout), **(ddp or {}))
+    prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(480, 8, generator=generator), torch.arange(480))
@@ -70,10 +82,13 @@ def train(
         with step as (x, which):
             here.tries += 1
             loss = nn.functional.cross_entropy(model(x), which % 3)
-            loss.backward()
+            gathers = here.tries % gather != 0
+            with model.no_sync() if gathers else nullcontext():
+                loss.backward()
             act(here)
-            optimizer.step()
-            optimizer.zero_grad()
+            if not gathers:
+                optimizer.step()
+                optimizer.zero_grad()
             losses.append(loss.item())
             seen.append(which.tolist())
     return {
@@ -168,5 +183,37 @@ def kill_at(name: int, tries: int) -> Act:
     def act(here: Here) -> None:
         if here.name == name and here.tries == tries:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+def survivors(found: dict[int, Ended]) -> list[dict[str, object]]:
+    assert not any(one.error for one in found.values()), found
+    return [one.result for one in found.values() if one.result is not None]
+
+
+def in_forward(name: int, tries: int) -> Act:
+    def act(here: Here) -> None:
+        if here.name == name and here.tries == tries - 1:
+            here.model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+    return act
+
+
+def in_backward(name: int, tries: int, parameter: int) -> Act:
+    """When the gradient of this parameter is there: some buckets are on their way, others are not."""
+
+    def act(here: Here) -> None:
+        if here.name == name and here.tries == tries - 1:
+            tensor = list(here.model.parameters())[parameter]
+            tensor.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+    return act
+
+
+def in_the_update(name: int, tries: int) -> Act:
+    def act(here: Here) -> None:
+        if here.name == name and here.tries == tries:
+            here.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
     return act

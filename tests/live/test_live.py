@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from lives import run_directory
-from team import STEPS, Act, Ended, Here, Team, kill_at, nothing
+from team import STEPS, Act, Ended, Here, Team, in_backward, in_forward, in_the_update, kill_at, nothing, survivors
 
 from everstep.events import Called, RanksLost, WentOn, read_events
 from everstep.keeper.client import keeper_pid
@@ -29,38 +29,6 @@ def own(found: dict[int, Ended]) -> dict[int, tuple[str, str]]:
     """By rank: the state, and what each rank has for itself."""
     results = [one.result for one in found.values() if one.result is not None]
     return {one["rank"]: (one["state"], one["own"]) for one in results}
-
-
-def survivors(found: dict[int, Ended]) -> list[dict[str, object]]:
-    assert not any(one.error for one in found.values()), found
-    return [one.result for one in found.values() if one.result is not None]
-
-
-def in_forward(name: int, tries: int) -> Act:
-    def act(here: Here) -> None:
-        if here.name == name and here.tries == tries - 1:
-            here.model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-
-    return act
-
-
-def in_backward(name: int, tries: int, parameter: int) -> Act:
-    """When the gradient of this parameter is there: some buckets are on their way, others are not."""
-
-    def act(here: Here) -> None:
-        if here.name == name and here.tries == tries - 1:
-            tensor = list(here.model.parameters())[parameter]
-            tensor.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-
-    return act
-
-
-def in_the_update(name: int, tries: int) -> Act:
-    def act(here: Here) -> None:
-        if here.name == name and here.tries == tries:
-            here.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-
-    return act
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,11 @@ class Feed:
         return len(self._mine) / self._seats
 
     @property
+    def batch_samples(self) -> int:
+        """Of all ranks."""
+        return self._batch_samples * self._seats
+
+    @property
     def is_even(self) -> bool:
         return self._seats % self.world == 0
 
@@ -212,7 +217,7 @@ class Feed:
             self._iterator = iter(self.loader) if self._seats == self.world else self._over_seats(0)
         batch = next(self._iterator)
         self._batches += 1
-        self._samples += self._batch_samples * self._seats
+        self._samples += self.batch_samples
         return batch
 
     def end_pass(self) -> None:

@@ -53,6 +53,9 @@ class Reductions:
         for model in self._models:
             model.settle()
 
+    def are_settled(self) -> bool:
+        return all(model.is_settled for model in self._models)
+
     def tree(self) -> list[dict[str, Any]]:
         return [model.tree() for model in self._models]
 
@@ -80,6 +83,10 @@ class _Model:
         self._parameters: list[Tensor] = [] if self._missing else ddp._build_params_for_reducer()[0]
         names = {id(p): plain_name(name) for name, p in ddp.module.named_parameters()}
         self._digest = blake2b("\n".join(names[id(p)] for p in self._parameters).encode(), digest_size=16).digest()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._buckets is not None
 
     def settle(self) -> None:
         ddp = self.ddp

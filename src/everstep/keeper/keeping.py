@@ -18,7 +18,9 @@ from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
 from everstep.capture.snapshot import Capture
 from everstep.capture.steering import Steering
-from everstep.keeper.client import KeeperClient
+from everstep.keeper.client import Answers, KeeperClient
+from everstep.signals import Signals
+from everstep.types import Level
 
 _ALL_HEAR = 2  # steps until every rank has heard what one of them says
 
@@ -39,13 +41,14 @@ class Keeping:
     ) -> None:
         """`tree`: all that is not a tensor, as of now. `left`, `rings`: what an earlier life has left in memory."""
         self._subjects, self._life, self._keeper, self._tree = subjects, life, keeper, tree
+        self._is_restored = resumed_base is not None
         self._copier = Copier()
         self.capture = Capture(
             subjects, self._copier, life, left=left, resumed_from=resumed_from, resumed_base=resumed_base,
             leased=set(keeper.leased),
         )  # fmt: skip
         self._steering = Steering(
-            subjects, self.capture, life, had_log=resumed_base != resumed_from, is_followed=is_followed
+            subjects, self.capture, life, had_log=resumed_base not in (None, resumed_from), is_followed=is_followed
         )
         compressor = subjects.compressor
         self.compression = Compression(subjects, compressor) if compressor is not None else None
@@ -70,6 +73,18 @@ class Keeping:
     def _make_recorder(self, rings: list[Arena], since: int | None) -> Recorder:
         return Recorder(
             self._subjects, self._copier, self._life, left=rings, resumed_from=since, compression=self.compression
+        )
+
+    def listen(self, signals: Signals) -> None:
+        """Be ready for what the keeper says."""
+        self._keeper.listen_with(
+            Answers(
+                lease=self.capture.lease,
+                release=self.capture.release,
+                stop_at=signals.stop_at,
+                base_at=self.take_base_at,
+                halt=signals.hear_halt,
+            )
         )
 
     # -- at a cut
@@ -121,8 +136,16 @@ class Keeping:
         self._base_steps = self._base_steps | {step}
 
     def take_again(self, step: int) -> None:
-        """What was restored, as a base of this life. No step was done, so there is no record of it."""
-        self.capture.cut(step, trees.encode(self._tree(), "state"))
+        """What this life begins with, as a base of its own, if it is not safe yet. No step was done: it has no record.
+
+        A node that came back empty protects nobody, and has nothing of what was restored; what was not restored, but is
+        there since the life before, is nowhere else.
+        """
+        is_protected = self._life.topology.has_many_nodes and self._life.settings.tiers.protection is not None
+        if is_protected or not self._is_restored:
+            self.capture.cut(step, trees.encode(self._tree(), "state"))
+        if is_protected:
+            self._keeper.persist(step, as_base=True, level=Level.PROTECTED)
 
     def _prepare(self, recorder: Recorder) -> None:
         """A base was taken: the next steps can be recorded."""
@@ -157,6 +180,8 @@ class Keeping:
         arena = self.capture.arena()
         return {
             "sealed_step": self.kept_step,
+            "durable_step": self._keeper.durable_step if self._keeper.durable_step >= 0 else None,
+            "trouble": self._keeper.trouble,
             "arena": arena.place if arena is not None else None,
             "arena_bytes": arena.slot_bytes * len(arena.slots) if arena is not None else 0,
             **self._steering.status(),

@@ -5,7 +5,8 @@ Whoever is left of it comes to a stop and says so, and spares stand by all the t
 stands there and of the policies that were chosen, in their order:
 
     spare      the places of the lost are taken by those who stood by; ranks stay as they were
-    rollback   those who are left go on alone, under ranks without gaps
+    forward    those who are left go on alone, under ranks without gaps, and finish the step by themselves
+    rollback   the same, and they go back to the newest step that all can have
     restart    nobody goes on here: all end, and whoever started them starts them again
 
 Pure: touches no clock, process or socket.

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from everstep import topology
 from everstep.config import Settings
@@ -28,6 +29,7 @@ from everstep.store.manifest import run_name
 from everstep.topology import Formed, Topology
 
 _MEET = timedelta(seconds=30)  # until all who were called must have met
+_TRY = timedelta(seconds=1)  # to find the one with whom they meet
 _LOOK_S = 0.2  # between two looks of a spare for a run that it could join
 _OF_TORCH = ("gloo", "nccl", "connection", "socket", "broken pipe", "store", "process group", "aborted")
 
@@ -109,9 +111,8 @@ class Presence:
         host, _, port = called.address.rpartition(":")
 
         def store() -> Any:
-            client = dist.TCPStore(host, int(port), is_master=False, timeout=_MEET)  # which can be cut, unlike a server
-            if self.lost is not None:
-                raise ConnectionError("the view ended before it began")
+            client = self._find(host, int(port))  # which can be cut, unlike a server
+            client.set_timeout(_MEET)
             return dist.PrefixStore(f"everstep/view-{called.number}", client)
 
         with self._changed:
@@ -120,13 +121,36 @@ class Presence:
         self._how.form(store, called.rank, called.world)
         self._times[2] = time.monotonic()
 
+    def _find(self, host: str, port: int) -> Any:
+        """The store of the one with whom all meet, unless that one is lost."""
+        deadline = time.monotonic() + _MEET.total_seconds()
+        while self.lost is None:
+            try:
+                return dist.TCPStore(host, port, is_master=False, timeout=_TRY)
+            except dist.DistNetworkError:
+                if time.monotonic() > deadline:
+                    raise
+        raise ConnectionError("the view ended before it began")
+
     def is_by_loss(self, error: BaseException) -> bool:
         """Whether a collective failed because somebody is lost: that is heard of within a moment, or it was not."""
-        text = f"{type(error).__name__} {error}".lower()
-        if not isinstance(error, RuntimeError | ConnectionError) or not any(word in text for word in _OF_TORCH):
+        if isinstance(error, ValueError) or not self.is_of_group(error):
             return False
         with self._changed:
             return self._changed.wait_for(lambda: self.lost is not None, self._settings.detect_s)
+
+    @staticmethod
+    def is_of_group(error: BaseException) -> bool:
+        """Whether it says that a process group does not work, or that there is none."""
+        text = f"{type(error).__name__} {error}".lower()
+        return isinstance(error, RuntimeError | ConnectionError | ValueError) and any(map(text.__contains__, _OF_TORCH))
+
+    def fall_back(self, reason: str) -> None:
+        """Those of this view cannot go on as they were called to: they go back, if that was chosen too."""
+        assert self._called is not None
+        if "rollback" not in self._settings.on_loss:
+            raise Restart(f"ranks are lost, and the step cannot be finished without them: {reason}")
+        self._called = replace(self._called, policy="rollback", reason=reason)
 
     def _hear(self, lost: Lost) -> None:
         with self._changed:
@@ -136,13 +160,13 @@ class Presence:
             self._changed.notify_all()
             self._how.wires.cut()
 
-    def report(self, place: Topology, *, step: int, left_at: int) -> WentOn:
+    def report(self, place: Topology, *, step: int, left_at: int, **without: int) -> WentOn:
         assert self._called is not None
         heard, stood, met = self._times
         return WentOn(
             view=self.view, rank=place.rank, world=place.world, policy=self._called.policy, step=step, left_at=left_at,
             exact=self._called.policy == "spare", stopped_s=stood - heard, met_s=met - stood,
-            restored_s=time.monotonic() - met,
+            restored_s=time.monotonic() - met, reason=self._called.reason, **without,
         )  # fmt: skip
 
     def close(self, *, final: bool) -> None:

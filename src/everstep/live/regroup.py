@@ -21,15 +21,16 @@ from everstep.errors import Restart
 
 # who makes hooks that the next life makes anew
 _TAP = "everstep.capture.tap"
+_WEIGHS = (_TAP, "everstep.live.forward")  # who asks for a rank's share of the batch
 _OURS = (_TAP, "everstep.capture.compressor", "everstep.live.regroup")
 
 
-def regroup(models: Iterable[nn.Module], loader: Any) -> None:
-    """To the present group."""
+def regroup(models: Iterable[nn.Module], loader: Any, *, keeps_gradients: bool) -> None:
+    """To the present group. `keeps_gradients`: they are whole, and the next step may go on with them."""
     group = dist.group.WORLD
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            _regroup(module, group)
+            _regroup(module, group, keeps_gradients)
         elif isinstance(module, nn.SyncBatchNorm):
             module.process_group = group
     for holder in (loader, getattr(loader, "batch_sampler", None)):
@@ -38,10 +39,10 @@ def regroup(models: Iterable[nn.Module], loader: Any) -> None:
             divide(sampler, dist.get_world_size(), dist.get_rank())
 
 
-def _regroup(ddp: Any, group: Any) -> None:
+def _regroup(ddp: Any, group: Any, keeps_gradients: bool) -> None:
     ddp.process_group = group
     ddp._comm_hooks = [(hook, state) for hook, state in ddp._comm_hooks if hook.__module__ not in _OURS]
-    for parameter in ddp.module.parameters():
+    for parameter in () if keeps_gradients else ddp.module.parameters():
         parameter.grad = None  # half of it may be averaged
     make_reducer(ddp, list(range(len(ddp._build_params_for_reducer()[0]))))
     ddp._has_rebuilt_buckets = False
@@ -56,8 +57,8 @@ def weigh(subjects: Subjects, feed: Feed | None) -> None:
         if feed.is_even:
             continue
         subjects.share = feed.share
-        if any(hook.__module__ == _TAP for hook, _ in module._comm_hooks):
-            continue  # it asks for the share itself
+        if any(hook.__module__ in _WEIGHS for hook, _ in module._comm_hooks):
+            continue
         if has_hook(module):
             raise Restart("batches cannot be divided unequally under a communication hook; use batch='shrink'")
         module.register_comm_hook(module.process_group, _weighing(feed.share))

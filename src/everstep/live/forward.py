@@ -1,0 +1,330 @@
+"""A step that lost a rank is finished by the others, with the gradients that they have: lossy, and nothing is redone.
+
+This is the communication hook of the run's DDP models. It reduces a copy of each bucket, so that the gradient of this
+rank stays in the bucket until the result is there, and it answers with a future of its own. A thread of its own waits
+for the reductions. When one fails because somebody is lost, the thread meets those who are left, while the program
+still waits in its backward pass, and they bring each other out of the step: `course` says how. The program notices
+nothing; the next life begins at the end of a batch that all have finished.
+
+Until then there is no process group but for that thread: whatever else the program wants to tell other ranks fails, and
+then the step is given up, and the next policy holds. So it is wherever ranks cannot be brought together in this way.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from everstep import topology
+from everstep.capture.layout import Subjects
+from everstep.capture.reductions import has_hook
+from everstep.config import Settings
+from everstep.errors import BadConfig, Restart
+from everstep.keeper.protocol import View
+from everstep.live.course import Begin, Give, GiveUp, GoOn, Move, Reduce, Saying, next_move
+from everstep.live.presence import Presence
+from everstep.types import Noun
+
+
+class Then(Enum):
+    """What the loop does, once the ranks that are left know of each other."""
+
+    GO_ON = auto()  # with the next batch
+    CARRY = auto()  # begin a life with the state as it is
+    RESTORE = auto()  # begin a life with what is restored: the step was given up
+    MEET = auto()  # the same, in a view that was called by another policy, and is still to be met
+
+
+class Lossy(Noun, frozen=True, kw_only=True):
+    """What a recovery went without."""
+
+    buckets: int = 0  # that were reduced without the lost
+    batches: float = 0.0  # that the lost had a share in, times the share
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    number: int
+    batch: int
+    local: Tensor  # what this rank has to give
+    result: Tensor
+    work: Any  # None: it was never begun
+    future: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
+
+    def failure(self) -> Exception | None:
+        try:
+            if self.work is None:
+                return ConnectionError("the process group has ended")
+            self.work.wait()
+        except RuntimeError as error:
+            return error
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Stop:
+    """The program is between two batches, and asks what to do."""
+
+    broken: str
+    answer: Future[Then] = field(default_factory=Future)
+
+
+class Forward:
+    def __init__(self, subjects: Subjects, presence: Presence, is_settled: Callable[[], bool]) -> None:
+        """`is_settled`: whether DDP's buckets are final, so that a life in another group can begin with the same."""
+        self._subjects, self._presence, self._is_settled = subjects, presence, is_settled
+        self.is_under_way = False  # from a loss until a life has begun in the new group
+        self._lock = threading.Lock()  # nothing is begun in a group that is about to be left
+        self._group: Any = dist.group.WORLD
+        self._called: View | None = None  # by another policy, and still to be met
+        self._even = 1.0 / dist.get_world_size()  # a rank's share of the batch, where all have the same
+        self._has_met = False  # those who are left
+        self._then: Then | BaseException | None = None  # how the step ends, once that is known
+        self._obstacle = ""  # why this rank cannot go forward
+        self._batch, self._number = 0, 0
+        self._pending: deque[_Bucket] = deque()
+        self._stop: _Stop | None = None
+        self._buffers: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # two of each bucket, and whose they are
+        self._held: dict[int, Tensor] = {}  # results of this pass, and of the one before
+        self._missing: dict[int, list[float]] = {}  # by batch: what share of it, in each bucket made without the lost
+        self._asked: queue.SimpleQueue[_Bucket | _Stop] = queue.SimpleQueue()
+        for i, model in enumerate(_models(subjects)):
+            model.register_comm_hook(None, self._hook(i))
+        threading.Thread(target=self._serve, name="everstep-forward", daemon=True).start()
+
+    @classmethod
+    def chosen(
+        cls, settings: Settings, subjects: Subjects, presence: Presence | None, is_settled: Callable[[], bool]
+    ) -> Forward | None:
+        if presence is None or "forward" not in settings.on_loss:
+            return None
+        return cls(subjects, presence, is_settled)
+
+    # -- the program's thread
+
+    def _hook(self, model: int) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
+        def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            local = bucket.buffer()
+            result, work = self._buffer((model, bucket.index()), local), None
+            with self._lock:
+                if not self.is_under_way:
+                    torch.mul(local, self._share, out=result)
+                    work = self._begin_reduction(result)
+            asked = _Bucket(self._number, self._batch, local, result, work)
+            self._number += 1
+            self._asked.put(asked)
+            return asked.future.then(_value)
+
+        hook.__annotations__ = {"bucket": dist.GradBucket}  # DDP compares it, and not as a string
+        return hook
+
+    def _begin_reduction(self, result: Tensor) -> Any:
+        try:
+            return self._group.allreduce([result])
+        except RuntimeError:
+            return None  # its connections are cut already
+
+    @property
+    def _share(self) -> float:
+        return self._even if self._subjects.share is None else self._subjects.share
+
+    def _buffer(self, key: tuple[int, int], like: Tensor) -> Tensor:
+        """One of two in turn: a rank can be a pass ahead of another, and has then what that one needs."""
+        turns = self._buffers.setdefault(key, [])
+        number, buffer = turns.pop(0) if len(turns) == 2 else (-1, like)
+        self._held.pop(number, None)
+        if buffer is like or (buffer.shape, buffer.dtype) != (like.shape, like.dtype):
+            buffer = torch.empty_like(like)
+        turns.append((self._number, buffer))
+        return buffer
+
+    def enter(self) -> None:
+        """The program begins its next batch."""
+        self._batch += 1
+
+    def is_by_loss(self, error: BaseException) -> bool:
+        """Also whatever fails because there is no process group for the program at the moment."""
+        return (self.is_under_way and self._presence.is_of_group(error)) or self._presence.is_by_loss(error)
+
+    def ask(self, broken: str) -> Then:
+        """Between two batches, after a loss: what to do. `broken`: why the one before could not be finished."""
+        stop = _Stop(broken)
+        self._asked.put(stop)
+        return stop.answer.result()
+
+    def meet(self) -> None:
+        """Those of a view that was called by another policy."""
+        assert self._called is not None
+        self._presence.meet(self._called)
+
+    def has_begun(self, then: Then) -> Lossy:
+        """A life has begun in the present group; what it goes without."""
+        missing = self._missing.values() if then is Then.CARRY else ()
+        lossy = Lossy(buckets=sum(map(len, missing)), batches=sum(map(max, missing)))
+        self._missing.clear()
+        if then is not Then.CARRY:  # others may have come, who count from here
+            self._batch, self._number = 0, 0
+            self._buffers.clear()
+            self._held.clear()
+        self._group, self._even = dist.group.WORLD, 1.0 / dist.get_world_size()
+        self.is_under_way = False
+        return lossy
+
+    # -- a thread of its own
+
+    def _serve(self) -> None:
+        while True:
+            self._take(self._asked.get())
+            while self._pending or self._stop is not None:
+                try:
+                    self._cross()
+                except (Exception, SystemExit) as error:
+                    if isinstance(error, Restart) or not self._presence.is_by_loss(error):
+                        self._then = error
+
+    def _take(self, asked: _Bucket | _Stop) -> None:
+        if isinstance(asked, _Stop):
+            self._stop = asked
+            self._leave_group()
+            return
+        failure = asked.failure()
+        if failure is None:
+            self._finish(asked)
+        elif self.is_under_way or self._presence.is_by_loss(failure):
+            self._pending.append(asked)
+            self._leave_group()
+        else:
+            asked.future.set_result(failure)
+
+    def _leave_group(self) -> None:
+        if not self.is_under_way:
+            self._obstacle = "" if self._is_settled() else "DDP has not made its final buckets yet"
+        with self._lock:
+            self.is_under_way = True
+
+    def _finish(self, bucket: _Bucket) -> None:
+        self._held[bucket.number] = bucket.result
+        bucket.future.set_result(bucket.result)
+
+    def _cross(self) -> None:
+        """One round, or the end of it."""
+        while not self._asked.empty():
+            self._take(self._asked.get())
+        if self._then is None and (not self._has_met or self._presence.lost is not None):
+            self._meet()
+        if self._then is None:
+            self._do(next_move(self._say()))
+        if self._then is not None:
+            self._end(self._then)
+
+    def _meet(self) -> None:
+        self._show_group()
+        called = self._presence.next_view()
+        if called.policy != "forward":
+            self._called, self._then = called, Then.MEET
+            return
+        self._presence.meet(called)
+        self._group, self._has_met = dist.group.WORLD, True
+        dist.group.WORLD = None  # nobody else is to use it yet
+
+    def _show_group(self) -> None:
+        if self._has_met:
+            dist.group.WORLD = self._group
+        self._has_met = False
+
+    def _say(self) -> list[Saying]:
+        broken = self._stop.broken if self._stop is not None else ""
+        mine = Saying(
+            batch=self._batch, share=self._share, needs=self._pending[0].number if self._pending else None,
+            has=tuple(self._held), broken=broken or self._obstacle,
+        )  # fmt: skip
+        told = topology.messages_of(self._group).exchange(msgspec.msgpack.encode(mine))
+        return [msgspec.msgpack.decode(one, type=Saying) for one in told]
+
+    def _do(self, move: Move) -> None:
+        match move:
+            case Give():
+                self._give(move)
+            case Reduce():
+                self._reduce(self._pending[0], move.present)
+                self._finish(self._pending.popleft())
+            case GoOn():
+                if self._stop is not None and self._batch < move.batch:
+                    self._answer(self._stop, Then.GO_ON)
+            case Begin():
+                self._then = Then.CARRY
+            case GiveUp():
+                self._presence.fall_back(move.reason)
+                self._then = Then.RESTORE
+
+    def _give(self, move: Give) -> None:
+        is_mine = bool(self._pending) and self._pending[0].number == move.number
+        result = self._pending[0].result if is_mine else self._held[move.number]
+        dist.broadcast(result, group=self._group, group_src=move.source)
+        if is_mine:
+            self._finish(self._pending.popleft())
+
+    def _reduce(self, bucket: _Bucket, present: float) -> None:
+        torch.mul(bucket.local, self._share / present, out=bucket.result)
+        self._group.allreduce([bucket.result]).wait()
+        self._missing.setdefault(bucket.batch, []).append(1.0 - present)
+
+    def _end(self, then: Then | BaseException) -> None:
+        """The step is over; if it is given up, the program comes out of it with an error, and asks."""
+        while self._pending:
+            self._pending.popleft().future.set_result(
+                ConnectionError("the process group has ended: the step is given up")
+            )
+        if self._stop is not None:
+            self._show_group()
+            self._then = None
+            self._answer(self._stop, then)
+
+    def _answer(self, stop: _Stop, then: Then | BaseException) -> None:
+        self._stop = None
+        if isinstance(then, Then):
+            stop.answer.set_result(then)
+        else:
+            stop.answer.set_exception(then)
+
+
+def _value(done: torch.futures.Future[Any]) -> Tensor:
+    value = done.value()
+    if isinstance(value, Exception):
+        raise value  # only like this it reaches DDP as an error
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _models(subjects: Subjects) -> list[nn.parallel.DistributedDataParallel]:
+    modules = [module for model in subjects.models for module in model.modules()]
+    found = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
+    problem = next(filter(None, map(_obstacle, found)), "") if found else "needs a model under DistributedDataParallel"
+    if subjects.compressor is not None:
+        problem = "does not go with compress=, which communicates in its own way"
+    if problem:
+        raise BadConfig(f"on_loss='forward' {problem}; leave it out, or use 'rollback'")
+    return found
+
+
+def _obstacle(ddp: nn.parallel.DistributedDataParallel) -> str:
+    if has_hook(ddp):
+        return "finishes the reductions of DDP by itself, and this model has another communication hook"
+    if ddp.find_unused_parameters:
+        return "needs find_unused_parameters=False: which are unused, DDP tells in a way that cannot be finished"
+    if any(ddp._build_params_for_reducer()[1]):
+        return "does not know sparse gradients"
+    if "gloo" not in str(dist.get_backend()) or any(p.device.type != "cpu" for p in ddp.parameters()):
+        return "needs gradients in host memory and gloo: of other groups nobody hears in which reduction they broke"
+    return ""
