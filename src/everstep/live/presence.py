@@ -137,7 +137,8 @@ class Presence:
         if isinstance(error, ValueError) or not self.is_of_group(error):
             return False
         with self._changed:
-            return self._changed.wait_for(lambda: self.lost is not None, self._settings.detect_s)
+            # a keeper that has just taken another's place needs that long to miss somebody: be more patient than it is
+            return self._changed.wait_for(lambda: self.lost is not None, 2 * self._settings.detect_s)
 
     @staticmethod
     def is_of_group(error: BaseException) -> bool:
