@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 3
+WORKERS ?= 4
 
 .PHONY: demo test lint bench soak clean
 
@@ -17,7 +17,7 @@ demo: $(STAMP)  ## four failures, and not a bit of difference
 
 # Hundreds of tests kill real processes, several at a time. What fails beside others is tried once more by itself, in
 # sight of everybody; what fails twice fails.
-TRIED := $(BIN)/python -m pytest -o addopts="-q --strict-markers" -m "not soak" --durations=40
+TRIED := $(BIN)/python -m pytest -o addopts="-q --strict-markers" -m "not soak"
 
 test: $(STAMP)  ## everything but the long matrices
 	$(TRIED) --cache-clear -n $(WORKERS) || $(TRIED) --last-failed --last-failed-no-failures none

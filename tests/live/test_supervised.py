@@ -97,6 +97,7 @@ def test_a_halt_is_for_all_ranks_and_no_spare_takes_the_place_of_one_that_leaves
     assert len(told(directory, Started)) == 2
 
 
+@pytest.mark.soak
 def test_under_torchrun_a_death_means_a_restart_of_all_from_memory(directory: Path, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     job = Job(tmp_path, TRAIN, "--dir", directory, "--steps", 200, "--on-loss", "restart", launcher=torchrun)

@@ -48,10 +48,13 @@ def flushing(run: everstep.Run) -> dict[str, Any] | None:
     return flushes[0] if flushes else None
 
 
+SOAK = pytest.mark.soak
+
+
 # -- how fast
 
 
-@pytest.mark.parametrize("tier", ["shared", "objects", "partner", "xor"])
+@pytest.mark.parametrize("tier", ["shared", "partner", *(pytest.param(t, marks=SOAK) for t in ("objects", "xor"))])
 def test_bytes_leave_a_node_at_about_the_rate_that_was_given_and_training_goes_on(
     tier: str, is_alone: bool, cluster: Any, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

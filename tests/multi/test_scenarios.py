@@ -301,7 +301,8 @@ def _die_when_protected_again(node: str) -> None:
     run.__init__ = begin  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("scheme", ["partner", pytest.param("xor", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("scheme", ["partner", "xor"])
 def test_what_was_protected_long_ago_is_still_there_on_all_nodes(scheme: str, cluster: Any, undisturbed: Any) -> None:
     every = 8
     tier = Partner(every=every) if scheme == "partner" else Parity("xor", every=every)

@@ -269,6 +269,8 @@ class Feed:
 
     def _over_seats(self, taken: int) -> Iterator[Any]:
         """What is left of a pass after so many global samples, of all seats of this rank."""
+        if self._seats == self.world:
+            return self._iterate_over(_Rest(self._distributed, taken))  # which hears of the next pass, as it must
         iterators = []
         for seat in self._mine:
             sampler = copy.copy(self._distributed)
