@@ -20,7 +20,7 @@ demo: $(STAMP)  ## four failures, and not a bit of difference
 TRIED := $(BIN)/python -m pytest -o addopts="-q --strict-markers" -m "not soak"
 
 test: $(STAMP)  ## everything but the long matrices
-	$(TRIED) --cache-clear -n $(WORKERS) || $(TRIED) --last-failed --last-failed-no-failures none
+	$(TRIED) --cache-clear -n $(WORKERS) --dist worksteal || $(TRIED) --last-failed --last-failed-no-failures none
 
 soak: $(STAMP)  ## the long matrices too
 	$(BIN)/python -m pytest -n $(WORKERS)

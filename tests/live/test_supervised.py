@@ -110,7 +110,8 @@ def test_under_torchrun_a_death_means_a_restart_of_all_from_memory(directory: Pa
     assert (kept(directory, 200), results(job)) == undisturbed(tmp_path / "undisturbed", 2, 200)
 
 
-@pytest.mark.parametrize(("times", "trains_s"), [(2, 0.5), pytest.param(6, 3.0, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("times", "trains_s"), [(2, 0.5), (6, 3.0)])
 def test_a_job_that_is_preempted_again_and_again_advances_and_loses_no_step(
     directory: Path, tmp_path: Path, times: int, trains_s: float
 ) -> None:

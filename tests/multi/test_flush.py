@@ -54,7 +54,7 @@ SOAK = pytest.mark.soak
 # -- how fast
 
 
-@pytest.mark.parametrize("tier", ["shared", "partner", *(pytest.param(t, marks=SOAK) for t in ("objects", "xor"))])
+@pytest.mark.parametrize("tier", ["shared", *(pytest.param(t, marks=SOAK) for t in ("partner", "objects", "xor"))])
 def test_bytes_leave_a_node_at_about_the_rate_that_was_given_and_training_goes_on(
     tier: str, is_alone: bool, cluster: Any, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
