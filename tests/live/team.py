@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import everstep
+from everstep.live.line import Line
 
 STEPS = 12
 Act = Callable[["Here"], None]
@@ -143,6 +144,10 @@ class Team:
         try:
             os.environ |= {"RANK": str(name), "WORLD_SIZE": str(self.world), **way_to(self._store.port)}
             os.environ["EVERSTEP_SPARE"] = "1" if spare else ""
+            if spare:
+                self._say_when_it_stands(name)
+            else:
+                act = self._after_spares_stand(act)
             torch.set_num_threads(1)
             everstep.init_process_group("gloo")
             answer = {"result": train(name, self.directory, act, **self.options)}
@@ -154,6 +159,26 @@ class Team:
         with os.fdopen(tell, "wb") as pipe:
             pipe.write(msgspec.msgpack.encode(answer))
         os._exit(code)
+
+    def _say_when_it_stands(self, name: int) -> None:
+        stand = Line.stand
+
+        def told(line: Line, view: int, address: str) -> Any:
+            Path(self.directory.parent, f"stands-{name}").touch()
+            return stand(line, view, address)
+
+        Line.stand = told  # type: ignore[method-assign]
+
+    def _after_spares_stand(self, act: Act) -> Act:
+        """Nothing happens before those who were started to stand by do so, however busy the machine is."""
+
+        def later(here: Here) -> None:
+            deadline = time.monotonic() + 30
+            while len(list(self.directory.parent.glob("stands-*"))) < self._spares and time.monotonic() < deadline:
+                time.sleep(0.01)
+            act(here)
+
+        return later
 
     def wait(self, timeout_s: float = 60.0) -> dict[int, Ended]:
         """How everybody ended; whoever has not in time is ended, and the test with it."""

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from lives import run_directory
 from team import STEPS, Act, Ended, Here, Team, in_backward, in_forward, in_the_update, kill_at, nothing, survivors
 
@@ -162,9 +163,13 @@ def test_a_rank_that_comes_back_after_it_was_taken_for_lost_does_not_train_on(di
 
     def act(here: Here) -> None:
         if here.name == 1 and here.tries == 4:
-            here.run._presence._line._channel.close()
+            line = here.run._presence._line
+            introduce = line._introduce
+            line._introduce = lambda: time.sleep(1.0) or introduce()
+            line._channel.close()
+        time.sleep(0.1)  # the others are still there when it comes back
 
-    found = Team(directory, 3, on_loss="rollback").start(act).wait()
+    found = Team(directory, 3, on_loss="rollback", steps=40).start(act).wait()
     assert "taken for lost" in found[1].error and found[1].code == 75
     assert [found[name].result["world"] for name in (0, 2)] == [2, 2]
 
@@ -226,7 +231,7 @@ def test_a_spare_that_comes_later_takes_the_place_that_was_left(directory: Path)
     def act(here: Here) -> None:
         if here.name == 1 and here.tries == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(0.05 if dist.get_world_size() == 3 else 0.3)  # there is time enough for one to come
 
     team = Team(directory, 3, on_loss=["spare", "rollback"], steps=60).start(act)
     time.sleep(1.5)
