@@ -247,7 +247,7 @@ def sign(tier: Tier, name: str, emit: Sink) -> None:
         read_record(tier, RUN_RECORD, RunRecord)
         return
     except FileNotFoundError:
-        pass
+        pass  # it is written below
     except Damaged as error:
         emit(Degraded(what=f"{RUN_RECORD} was made anew from the commits", reason=str(error)))
         tier.delete(RUN_RECORD)
