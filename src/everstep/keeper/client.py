@@ -20,7 +20,6 @@ from everstep.capture.arena import MEMFD, Arena, ArenaKind
 from everstep.config import KeeperKind
 from everstep.errors import EverstepError, KeeperLost
 from everstep.events import Degraded, Sink
-from everstep.keeper.keeper import Keeper
 from everstep.keeper.process import start
 from everstep.keeper.protocol import (
     AnyMessage,
@@ -140,6 +139,8 @@ class KeeperClient:
 
     def _connect(self) -> Channel | None:
         if self._kind == "inline":
+            from everstep.keeper.keeper import Keeper  # a whole keeper is loaded only where one is to run
+
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             keeper = Keeper(self._directory, self._emit, inline=True)
             self._inline = threading.Thread(

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from everstep.errors import KeeperLost
 from everstep.events import EventLog, KeeperEnded, KeeperStarted
-from everstep.keeper.keeper import Keeper
 from everstep.keeper.protocol import leave, runtime_folder, socket_address
 from everstep.keeper.replica import environment
 from everstep.topology import node_name
@@ -36,6 +35,8 @@ def keeper_log(directory: Path) -> Path:
 
 
 def main(run: str, directory: Path) -> None:
+    from everstep.keeper.keeper import Keeper  # whoever only starts one does not load it
+
     folder = runtime_folder(run)
     if not _lock(folder / "keeper.lock"):
         return  # there is one already
