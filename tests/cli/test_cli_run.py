@@ -10,7 +10,7 @@ import pytest
 from said import Cli, Said
 
 from everstep import Partner, Shared
-from everstep.keeper.replica import environment
+from everstep.keeper.process import environment
 from everstep.tiers import gather, parse
 
 SHOW = "import os; print(*(os.environ.get(f'EVERSTEP_{name}', '-') for name in ('TIERS', 'NODE', 'DOMAIN')), sep='|')"

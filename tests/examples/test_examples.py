@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.keeper.replica import environment
+from everstep.keeper.process import environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_LAUNCHERS = ("OMPI_", "PMIX_", "SLURM", "EVERSTEP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")

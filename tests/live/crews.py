@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from everstep.keeper.replica import environment
+from everstep.keeper.process import environment
 
 COMMAND = "from everstep.cli import main; main()"
 

@@ -17,8 +17,7 @@ from cluster import Cluster, die_at, results
 from everstep import Parity, Partner
 from everstep.events import Degraded, Protected, read_events
 from everstep.keeper import client
-from everstep.keeper.process import keeper_log
-from everstep.keeper.replica import environment
+from everstep.keeper.process import environment, keeper_log
 
 CUT_S = 10.0
 

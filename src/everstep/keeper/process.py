@@ -13,7 +13,6 @@ from pathlib import Path
 from everstep.errors import KeeperLost
 from everstep.events import EventLog, KeeperEnded, KeeperStarted
 from everstep.keeper.protocol import leave, runtime_folder, socket_address
-from everstep.keeper.replica import environment
 from everstep.topology import node_name
 
 _NICENESS = 10
@@ -28,6 +27,13 @@ def start(run: str, directory: Path) -> None:
         )  # fmt: skip
     if answer.returncode != 0:
         raise KeeperLost(f"the keeper did not start (exit {answer.returncode}); see {keeper_log(directory)}")
+
+
+def environment() -> dict[str, str]:
+    """Of a process that finds this very package."""
+    package = Path(__file__).parents[2]
+    found = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
 
 
 def keeper_log(directory: Path) -> Path:

@@ -7,7 +7,6 @@ the keeper dies it hears so from their socket, and ends. There is one for each l
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from everstep.capture.arena import Arena
 from everstep.errors import KeeperLost
 from everstep.events import Degraded, Sink
+from everstep.keeper.process import environment
 from everstep.keeper.protocol import AnyMessage, Attach, Channel, Held, Hold, Replicated
 from everstep.keeper.roster import Roster
 from everstep.keeper.session import Session
@@ -151,10 +151,3 @@ class Replicas:
             self._tell(Hold())
             self._holding.wait_for(lambda: self._held is not None or self._channel is not channel, _HOLD_TIMEOUT_S)
             return step if self._held is None else self._held
-
-
-def environment() -> dict[str, str]:
-    """Of a process that finds this very package."""
-    package = Path(__file__).parents[2]
-    found = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
