@@ -1,10 +1,11 @@
 """What it costs to be ready for a loss, and how long one takes: from SIGKILL to the next finished step.
 
-    python bench/live.py [--quick] [--out DIR]
+    python bench/live.py [--quick] [--out DIR] [--torchft PYTHON]
 
-One training loop (DDP over gloo) in processes of one machine, which share its cores. A rank ends itself by SIGKILL in a
-step and notes the time; the others note when each of their steps is finished. Going on in the loop stands beside a
-restart of the whole job by torchrun, which resumes from memory too.
+One training loop (DDP over gloo) in processes of one machine, which share its cores. A rank ends itself by SIGKILL
+before its backward pass, so that nobody can finish the step with it, and notes the time; the others note when each of
+their steps is finished. Going on in the loop stands beside a restart of the job by torchrun, which resumes from memory
+too, and beside torchft, where an interpreter that has it is named.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,56 +28,85 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Report, Stat, Table, Target, machine
+from live_loop import BATCH, DIES_AT, data_of, is_noted_death, model_of, note, note_death, steps_in, times_of_one
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import everstep
 from everstep.events import Called, RanksLost, WentOn, read_events
 
-WIDTH, DEPTH, BATCH, DIES_AT = 384, 6, 16, 12
+HERE = Path(__file__).parent
+BOUNDS_S = {"rollback": 1.0, "forward": 1.0, "spare": 2.0}
 
 
-def train(directory: Path, steps: int, *, live: bool, dies: bool, policies: list[Any]) -> None:
-    """One worker; notes when its steps were finished."""
+def train(folder: Path, steps: int, way: str, *, dies: bool) -> None:
+    """One worker. `way`: plain (without Everstep), guard (without on_loss), or a policy."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     everstep.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))))
+    model = nn.parallel.DistributedDataParallel(model_of())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = TensorDataset(torch.randn(4096, WIDTH))
+    data = TensorDataset(data_of())
     loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
-    run = everstep.guard(
-        model, optimizer, loader, dir=directory, epochs=None, steps=steps, strategy="snapshot", linger="30s",
-        on_loss=policies if live else (),
-    )  # fmt: skip
-    notes = directory.parent / f"steps-{os.getpid()}"
-    mark = directory.parent / "killed"
 
-    def step(x: torch.Tensor) -> None:
+    def step(x: torch.Tensor, number: int) -> None:
         loss = model(x).square().mean()
-        loss.backward()
-        if dies and dist.get_rank() == 1 and run.step == DIES_AT and not mark.exists():
-            mark.write_text(repr(time.time()))
+        if dies and dist.get_rank() == 1 and number == DIES_AT and not is_noted_death(folder):
+            note_death(folder)
             os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        with notes.open("a") as file:
-            file.write(f"{run.step + 1} {time.time()!r}\n")
+        note(folder, number + 1)
 
-    if live:
+    if way == "plain":
+        number = 0
+        while number < steps:
+            for (x,) in loader:
+                step(x, number)
+                number += 1
+        return
+    run = everstep.guard(
+        model, optimizer, loader, dir=folder / "run", epochs=None, steps=steps, strategy="snapshot", linger="30s",
+        on_loss=(way,) if way in BOUNDS_S else (),
+    )  # fmt: skip
+    if way in BOUNDS_S:
         for one in run.live():
             with one as (x,):
-                step(x)
+                step(x, run.step)
     else:
         for (x,) in run:
-            step(x)
+            step(x, run.step)
 
 
-def start(directory: Path, count: int, spares: int, arguments: list[str]) -> list[subprocess.Popen[bytes]]:
+class Jobs:
+    """Starts them. `torchft`: an interpreter that has it, or None."""
+
+    def __init__(self, torchft: str | None) -> None:
+        self.torchft = torchft
+
+    def work(self, folder: Path, way: str, count: int, steps: int, *, dies: bool = False) -> None:
+        """A job, from its beginning to its end."""
+        words = [str(folder), "--steps", str(steps), *(["--dies"] if dies else [])]
+        if way == "torchrun":
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+            worker = [str(HERE / "live.py"), "--worker", *words, "--way", "guard"]
+            _finish([subprocess.Popen([*torchrun, "--max-restarts", "3", *worker], stderr=subprocess.DEVNULL)])
+        elif way == "torchft":
+            assert self.torchft is not None
+            with _lighthouse(self.torchft) as address:
+                worker = [self.torchft, str(HERE / "live_torchft.py"), *words, "--lighthouse", address]
+                _finish(_start(worker, count, 0))
+        else:
+            worker = [sys.executable, str(HERE / "live.py"), "--worker", *words, "--way", way]
+            _finish(_start(worker, count, int(way == "spare" and dies)))
+
+
+def _start(command: list[str], count: int, spares: int) -> list[subprocess.Popen[bytes]]:
     """Workers that nobody restarts."""
-    port = _free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     base = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, __file__, "--worker", str(directory), *arguments]
     return [
         subprocess.Popen(
             command, env={**base, "RANK": str(rank), "EVERSTEP_SPARE": "1" if rank >= count else ""},
@@ -83,7 +116,7 @@ def start(directory: Path, count: int, spares: int, arguments: list[str]) -> lis
     ]  # fmt: skip
 
 
-def finish(workers: list[subprocess.Popen[bytes]], timeout_s: float = 120.0) -> None:
+def _finish(workers: list[subprocess.Popen[bytes]], timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     try:
         for worker in workers:
@@ -93,43 +126,42 @@ def finish(workers: list[subprocess.Popen[bytes]], timeout_s: float = 120.0) -> 
             worker.kill()
 
 
-def steps_of(folder: Path) -> list[tuple[int, float]]:
-    lines = [line.split() for path in folder.glob("steps-*") for line in path.read_text().splitlines()]
-    return sorted(((int(step), float(when)) for step, when in lines), key=lambda item: item[1])
+@contextmanager
+def _lighthouse(python: str) -> Iterator[str]:
+    server = subprocess.Popen(
+        [python, str(HERE / "live_torchft.py"), "--serve"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+    finally:
+        server.kill()
+        server.wait()
 
 
-def steady(count: int, live: bool, steps: int) -> float:
+def steady(jobs: Jobs, count: int, way: str) -> float:
     """The median step of a job that nothing happens to."""
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        arguments = ["--steps", str(steps), *(["--live"] if live else [])]
-        finish(start(Path(folder, "run"), count, 0, arguments))
-        path = next(iter(sorted(Path(folder).glob("steps-*"))))
-        times = [float(line.split()[1]) for line in path.read_text().splitlines()]
+        jobs.work(Path(folder), way, count, 60)
+        times = times_of_one(Path(folder))
     return statistics.median(b - a for a, b in pairwise(times[5:]))
 
 
-def recovery(count: int, policy: str) -> tuple[float, dict[str, float]]:
+def recovery(jobs: Jobs, count: int, way: str) -> tuple[float, dict[str, float]]:
     """Seconds from SIGKILL to the next finished step, less one step; and how long each phase took."""
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        directory = Path(folder, "run")
-        arguments = ["--steps", str(DIES_AT + 8), "--dies"]
-        if policy == "torchrun":
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-            command = [*torchrun, "--max-restarts", "3", __file__, "--worker", str(directory), *arguments]
-            finish([subprocess.Popen(command, stderr=subprocess.DEVNULL)])
-        else:
-            spares = int(policy == "spare")
-            finish(start(directory, count, spares, [*arguments, "--live", "--policy", policy]))
-        killed = float(Path(folder, "killed").read_text())
-        steps = steps_of(Path(folder))
-        before = [when for step, when in steps if step <= DIES_AT]
-        step_s = (max(before) - min(before)) / DIES_AT
-        after = min(when for _, when in steps if when > killed + 1e-3)
-        return after - killed - step_s, _phases(directory, killed)
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        folder = Path(name)
+        jobs.work(folder, way, count, DIES_AT + 8, dies=True)
+        killed = float((folder / "killed").read_text())
+        steps = steps_in(folder)
+        before = [when for _, when in steps if when < killed]
+        step_s = (max(before) - min(before)) / (DIES_AT - 1)
+        after = min(when for _, when in steps if when > killed)
+        return after - killed - step_s, _phases(folder / "run", killed)
 
 
 def _phases(directory: Path, killed: float) -> dict[str, float]:
-    events = read_events(directory)
+    events: list[Any] = read_events(directory) if directory.exists() else []
     lost = next((event.time for event in events if isinstance(event, RanksLost)), None)
     called = next((event for event in events if isinstance(event, Called)), None)
     went_on = [event for event in events if isinstance(event, WentOn)]
@@ -146,55 +178,66 @@ def _phases(directory: Path, killed: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--torchft", help="an interpreter that has torchft")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=40, help=argparse.SUPPRESS)
-    parser.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--policy", default="rollback", help=argparse.SUPPRESS)
+    parser.add_argument("--way", default="plain", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
-        train(given.worker, given.steps, live=given.live, dies=given.dies, policies=[given.policy])
+        train(given.worker, given.steps, given.way, dies=given.dies)
         return
-    report = Report("Going on after a loss", f"python bench/live.py{' --quick' * given.quick}", machine())
-    rounds = 2 if given.quick else 5
-    report.tables += [steady_table(rounds, report), recovery_table(rounds, report)]
+    command = f"python bench/live.py{' --quick' * given.quick}{' --torchft PYTHON' * bool(given.torchft)}"
+    report = Report("Going on after a loss", command, machine())
+    rounds, jobs = 2 if given.quick else 5, Jobs(given.torchft)
+    report.tables += [steady_table(rounds, jobs, report), recovery_table(rounds, jobs, report)]
     report.save(given.out, "live")
     print(report.markdown())
 
 
-def steady_table(rounds: int, report: Report) -> Table:
+def steady_table(rounds: int, jobs: Jobs, report: Report) -> Table:
+    ways = ["plain", "guard", "rollback", "forward", *(["torchft"] if jobs.torchft else [])]
     table = Table(
-        "Being ready: a step that nothing happens to",
-        ["ranks", "step, ms", "ready for a loss, ms", "more"],
-        note="The same loop under guard(), without on_loss and with it, in jobs that take turns. Median step of each "
-        "job; median and range over jobs.",
-    )
+        "Being ready: a step that nothing happens to", ["ranks", "way", "step, ms", "over plain", "over guard"],
+        note="plain: the loop without Everstep; guard: every step captured, nobody ready for a loss; then ready by a "
+        "policy. torchft: without any checkpoint. Jobs take turns; the median step of each, with its range over jobs.",
+    )  # fmt: skip
     for count in (1, 2):
-        plain, ready = Stat(), Stat()
+        found = {way: Stat() for way in ways}
         for _ in range(rounds):
-            plain.values.append(steady(count, False, 120))
-            ready.values.append(steady(count, True, 120))
-        more = Stat([b / a - 1 for a, b in zip(plain.values, ready.values, strict=True)])
-        table.rows.append([str(count), plain.text(1e3), ready.text(1e3), more.text(100) + " %"])
-        print(*table.rows[-1], flush=True)
-        report.targets.append(
-            Target(f"ready for a loss, {count} ranks", "<= 1 %", more.text(100) + " %", more.median <= 0.01)
-        )
+            for way in ways:
+                found[way].values.append(steady(jobs, count, way))
+        for way in ways:
+            over = {of: _over(found[way], found[of]) for of in ("plain", "guard")}
+            table.rows.append(
+                [str(count), way, found[way].text(1e3), over["plain"].text(100) + " %", over["guard"].text(100) + " %"]
+            )
+            print(*table.rows[-1], flush=True)
+            if way in BOUNDS_S:
+                target = f"{way}: ready, {count} ranks, over guard"
+                report.targets.append(
+                    Target(target, "<= 1 %", over["guard"].text(100) + " %", over["guard"].median <= 0.01)
+                )
     return table
 
 
-def recovery_table(rounds: int, report: Report) -> Table:
+def _over(mine: Stat, others: Stat) -> Stat:
+    return Stat([a / b - 1 for a, b in zip(mine.values, others.values, strict=True)])
+
+
+def recovery_table(rounds: int, jobs: Jobs, report: Report) -> Table:
     headers = ["way", "seconds, less one step", "noticed, ms", "all stood, ms", "met, ms", "restored, ms"]
     table = Table(
         "From SIGKILL of one of four ranks to the next finished step", headers,
-        note="Medians and ranges over jobs that take turns. torchrun: all are started again and resume from memory.",
+        note="Medians and ranges over jobs that take turns. torchrun: all are started again and resume from memory. "
+        "torchft: the others go on without the lost.",
     )  # fmt: skip
-    bounds = {"rollback": 1.0, "spare": 2.0}
-    found: dict[str, tuple[Stat, dict[str, Stat]]] = {way: (Stat(), {}) for way in ("rollback", "spare", "torchrun")}
+    ways = [*BOUNDS_S, "torchrun", *(["torchft"] if jobs.torchft else [])]
+    found: dict[str, tuple[Stat, dict[str, Stat]]] = {way: (Stat(), {}) for way in ways}
     for _ in range(rounds):
         for way, (total, phases) in found.items():
-            seconds, parts = recovery(4, way)
+            seconds, parts = recovery(jobs, 4, way)
             total.values.append(seconds)
             for name, value in parts.items():
                 phases.setdefault(name, Stat()).values.append(value)
@@ -203,18 +246,10 @@ def recovery_table(rounds: int, report: Report) -> Table:
         names = ("noticed", "all stood", "met", "restored")
         cells = [phases[name].text(1e3) if name in phases else "" for name in names]
         table.rows.append([way, total.text(), *cells])
-        if way in bounds:
-            wanted = f"<= {bounds[way]:.0f} s and a step"
-            report.targets.append(Target(f"{way}, 4 ranks", wanted, total.text() + " s", total.median <= bounds[way]))
+        if way in BOUNDS_S:
+            wanted = f"<= {BOUNDS_S[way]:.0f} s and a step"
+            report.targets.append(Target(f"{way}, 4 ranks", wanted, total.text() + " s", total.median <= BOUNDS_S[way]))
     return table
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Every node is a forked rank with a name, a directory, memory and a keeper of its
 shared by trainers and keepers alike, which a cluster's are not. Lives are interleaved, and every ratio is of one run.
 
     python bench/nodes.py [--quick] [--out bench/results]
+    python bench/nodes.py --apart       trainers on one core, keepers on another
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -41,6 +43,8 @@ from everstep.store.manifest import run_name
 SCHEMES: dict[str, list[Any]] = {
     "single": [], "partner": [Partner()], "xor": [Parity("xor")], "rs, 2 losses": [Parity("rs", losses=2)],
 }  # fmt: skip
+_APART_BATCH = 640
+_BUSY = "none, the other core busy"
 
 
 def model_of(megabytes: float) -> nn.Module:
@@ -60,12 +64,12 @@ def train(
         _pin(os.getpid(), cores[0])
     model = model_of(megabytes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    x = torch.randn(64, model[0].in_features)
+    x = torch.randn(_APART_BATCH if apart else 64, model[0].in_features)
     began = time.perf_counter()
     run, first, path = None, 0, root / "root.pt"
     if scheme == "root":
         first = _load_root(model, optimizer, path)
-    elif scheme != "none":
+    elif scheme in SCHEMES:
         run = everstep.guard(
             model, optimizer, dir=directory, steps=10**6, strategy="snapshot", tiers=SCHEMES[scheme], linger="30s",
             keep=1,
@@ -207,6 +211,23 @@ class _store:
         os.waitpid(self.pid, 0)
 
 
+@contextmanager
+def _busy(core: int) -> Iterator[None]:
+    """Somebody on this core who has nothing to do with training, and copies memory all the time, as a keeper would."""
+    pid = os.fork()
+    if pid == 0:
+        _pin(os.getpid(), core)
+        source = torch.zeros(int(24 * MB), dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        while True:
+            target.copy_(source)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 @dataclass
 class One:
     """One job of one scheme."""
@@ -220,9 +241,10 @@ class One:
 def one(count: int, scheme: str, megabytes: float, steps: int, *, apart: bool = False) -> One:
     nodes = Nodes(count)
     try:
-        first = nodes.live(scheme, megabytes, steps, apart=apart)
+        with _busy(sorted(os.sched_getaffinity(0))[-1]) if scheme == _BUSY else nullcontext():
+            first = nodes.live(scheme, megabytes, steps, apart=apart)
         step = statistics.median(max(row["times"][i] for row in first) for i in range(len(first[0]["times"])))
-        protected = nodes.protected() if scheme not in ("none", "root", "single") else []
+        protected = nodes.protected() if SCHEMES.get(scheme) else []
         again = nodes.live(scheme, megabytes, 3) if scheme != "none" and not apart else [{"came_back": 0.0}]
         return One(step, max(row["came_back"] for row in again), protected, sum(row["keeper_s"] for row in first))
     finally:
@@ -232,14 +254,20 @@ def one(count: int, scheme: str, megabytes: float, steps: int, *, apart: bool = 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--apart", action="store_true", help="trainers and keepers on cores of their own, and only that"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     repeats, steps = (2, 15) if options.quick else (3, 30)
-    report = Report(
-        "What nodes that protect each other cost", f"python bench/nodes.py{' --quick' * options.quick}", machine()
-    )
+    command = f"python bench/nodes.py{' --quick' * options.quick}{' --apart' * options.apart}"
+    report = Report("What nodes that protect each other cost", command, machine())
+    if options.apart:
+        report.tables.append(apart(repeats, steps))
+        report.save(options.out, "nodes-apart")
+        return
     found, table = schemes(repeats, steps)
-    report.tables += [table, apart(repeats, 2 * steps), rounds()]
+    report.tables += [table, rounds()]
     report.data["schemes"] = {
         f"{count} {name}": [asdict(each) for each in all_] for (count, name), all_ in found.items()
     }
@@ -284,11 +312,12 @@ def apart(repeats: int, steps: int) -> Table:
     """Two nodes whose trainers have a core, and whose keepers have another: what protection costs training itself."""
     table = Table(
         "Trainers on one core, keepers on another: 2 nodes, 24 MB of state", ["scheme", "step, ms", "against none"],
-        note="The trainers' cores are the same in all rows. Ratios of neighbouring jobs.",
+        note="The trainers' core is the same in all rows. Ratios of neighbouring jobs. A core beside which another one "
+        "copies memory is slower by itself: the second row has nothing of Everstep in it.",
     )  # fmt: skip
-    names = ("none", "single", "partner", "xor")
+    names = ("none", _BUSY, "single", "partner", "xor")
     found: dict[str, Stat] = {name: Stat() for name in names}
-    for _ in range(2 * repeats):
+    for _ in range(repeats + 1):
         for name in names:
             found[name].values.append(one(2, name, 24.0, steps, apart=True).step_s)
     for name in names:

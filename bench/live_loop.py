@@ -1,0 +1,48 @@
+"""What the loops of `bench/live.py` have in common, with Everstep and with others: model, data, and what they note."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+WIDTH, DEPTH, BATCH, DIES_AT = 384, 6, 256, 12
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+
+
+def data_of() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(16 * BATCH, WIDTH)
+
+
+def note(folder: Path, step: int) -> None:
+    """A step is finished."""
+    with (folder / f"steps-{os.getpid()}").open("a") as file:
+        file.write(f"{step} {time.time()!r}\n")
+
+
+def note_death(folder: Path) -> None:
+    (folder / "killed").write_text(repr(time.time()))
+
+
+def is_noted_death(folder: Path) -> bool:
+    return (folder / "killed").exists()
+
+
+def steps_in(folder: Path) -> list[tuple[int, float]]:
+    """All that was noted, in the order of time."""
+    lines = [line.split() for path in folder.glob("steps-*") for line in path.read_text().splitlines()]
+    return sorted(((int(step), float(when)) for step, when in lines), key=lambda item: item[1])
+
+
+def times_of_one(folder: Path) -> list[float]:
+    """When one of the processes finished its steps."""
+    path = min(folder.glob("steps-*"))
+    return [float(line.split()[1]) for line in path.read_text().splitlines()]
