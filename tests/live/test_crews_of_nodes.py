@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from crews import Job
 from lives import kill_keeper, run_directory, told
 from test_supervised import TRAIN, reached, results, undisturbed
+from typer.testing import CliRunner
 
+from everstep.cli import app
 from everstep.events import Called, RanksLost
 
 STEPS = 300
@@ -75,5 +78,8 @@ def test_a_node_that_is_lost_is_replaced_by_one_that_stands_by_and_not_a_bit_dif
             assert found == undisturbed(tmp_path / "undisturbed", 3, STEPS)[1]
             assert {event.node for event in told(directory, RanksLost)} == {nodes[1]}
             assert [event.policy for event in told(directory, Called)] == ["spare"]
+            shown = CliRunner().invoke(app, ["status", str(directory)]).output
+            lost = rf"lived through a loss at step \d+, view 1: spare, 3 ranks, exact \(rank 1.*{nodes[1]}.*\)"
+            assert re.search(lost, shown), shown
         finally:
             site.end_keepers(*nodes)

@@ -40,6 +40,6 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
         kind = "exact" if one.exact else lossy if one.policy == "forward" else "world changed"
         lost = f" ({one.lost})" if one.lost else ""
         done = f"{one.policy}, {one.world} ranks, {kind}"
-        print(f"lived through a loss at step {one.step}{lost}, view {one.view}: {done}")
+        print(f"lived through a loss at step {one.step}, view {one.view}: {done}{lost}")
     rows = [[e.event, e.restored_from, str(e.steps), human_seconds(e.seconds)] for e in status["exposure"]]
     print_table(["if ...", "restored from", "steps lost", "work lost"], rows)

@@ -16,9 +16,9 @@ from everstep import topology
 from everstep.config import Settings
 from everstep.errors import BadConfig, KeeperLost
 from everstep.events import EventLog
-from everstep.keeper.client import KeeperClient
+from everstep.keeper.client import KeeperClient, asked_of
 from everstep.keeper.note import read_charter
-from everstep.keeper.protocol import Charter, Convene, Convened, Hello, Member, Seat, Sitting, connect
+from everstep.keeper.protocol import Charter, Convene, Convened, Hello, Member, Seat, Sitting, Trouble, connect
 from everstep.launch import end_time
 from everstep.store.claim import Claim, make, sign
 from everstep.store.disk import DiskTier
@@ -29,6 +29,7 @@ from everstep.types import Level
 
 _CHARTER = "council"  # in the store where ranks meet
 _ASK = timedelta(seconds=1)
+_CONVENE_S, _AGAIN_S = 30.0, 0.1
 
 
 def check(settings: Settings, place: Topology) -> None:
@@ -120,17 +121,16 @@ def _bracketed(host: str) -> str:
 
 
 def _ask_to_convene(run: str, asked: Convene) -> str:
-    channel = connect(run)
-    try:
-        if channel is not None:
-            channel.send(asked)
-            heard = channel.receive()
-            if heard is not None and isinstance(heard[0], Convened):
-                return heard[0].address
-    finally:
-        if channel is not None:
-            channel.close()
-    raise KeeperLost("the keeper did not say where other nodes find it")
+    """Where the keeper of this node is to be found by others. One that has just died is followed by another."""
+    deadline = time.monotonic() + _CONVENE_S
+    while time.monotonic() < deadline:
+        heard = asked_of(run, asked)
+        if isinstance(heard, Convened):
+            return heard.address
+        if isinstance(heard, Trouble):
+            raise BadConfig(heard.reason)
+        time.sleep(_AGAIN_S)
+    raise KeeperLost(f"the keeper did not say within {_CONVENE_S:g} s where other nodes find it")
 
 
 def find_run(settings: Settings) -> tuple[str, Charter | None] | None:

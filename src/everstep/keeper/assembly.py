@@ -222,9 +222,14 @@ class Assembly:
         self._ended_at = now if self._ended_at is None else self._ended_at
         self._lost |= lost
         self.version += 1
-        self._reason = reason or "; ".join(f"rank {rank}: {how}" for rank, how in sorted(self._lost.items()))
+        self._reason = reason or "; ".join(self._account(rank, how) for rank, how in sorted(self._lost.items()))
         for rank, how in lost.items():
             self._emit(RanksLost(view=self.sitting.view, rank=rank, node=self.sitting.places[rank], how=how))
+
+    def _account(self, rank: int, how: str) -> str:
+        """How a rank was lost; where there are several nodes, with the name of its own."""
+        node = self.sitting.places[rank]
+        return f"rank {rank}: {how}" if len(self.sitting.seats) == 1 or node in how else f"rank {rank} on {node}: {how}"
 
     def _spares(self) -> list[Standing]:
         return [
