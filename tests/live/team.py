@@ -60,9 +60,10 @@ def train(
     ddp: dict[str, Any] | None = None,
     prepare: Callable[[Any], None] = lambda model: None,
     gather: int = 1,
+    aside: Act = nothing,
     **options: Any,
 ) -> dict[str, Any]:
-    """`gather`: batches a step."""
+    """`gather`: batches a step. `aside`: what the program does between two steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # so that dropout differs from rank to rank, and must be restored
     model = nn.parallel.DistributedDataParallel(_model(dropout), **(ddp or {}))
@@ -92,6 +93,7 @@ def train(
                 optimizer.zero_grad()
             losses.append(loss.item())
             seen.append(which.tolist())
+        aside(here)
     return {
         "pid": os.getpid(),
         "step": run.step,

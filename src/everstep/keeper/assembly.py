@@ -161,6 +161,8 @@ class Assembly:
             self._wished = max(self._wished if said.view else 0, said.world)
             if here.standing is not None and self._ended_at is None:
                 self._end({}, now)  # by a keeper before this one
+            if here.stuck and self._ended_at is None:
+                self._end({}, now, reason=f"rank {said.rank}: {here.stuck}")
 
     def _miss(self, gone: Gone, now: float) -> None:
         if not gone.how:

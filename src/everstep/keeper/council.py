@@ -24,7 +24,20 @@ from everstep.events import Degraded, Sink
 from everstep.keeper.assembly import Assembly, Call, Report
 from everstep.keeper.lines import Lines, Order
 from everstep.keeper.note import forget_charter, write_charter
-from everstep.keeper.protocol import Channel, Charter, Convene, Convened, Enrol, Lost, Seat, Sitting, Stand, View
+from everstep.keeper.protocol import (
+    Channel,
+    Charter,
+    Convene,
+    Convened,
+    Enrol,
+    Free,
+    Lost,
+    Seat,
+    Sitting,
+    Stand,
+    Stuck,
+    View,
+)
 from everstep.keeper.views import SPARE
 from everstep.topology import node_name
 
@@ -85,6 +98,15 @@ class Council:
             self._lines.stand(channel, said)
             self._settle()
 
+    def stuck(self, channel: Channel, said: Stuck) -> None:
+        with self._lock:
+            self._lines.stuck(channel, said)
+            self._settle()
+
+    def free(self, channel: Channel, said: Free) -> None:
+        with self._lock:
+            self._lines.free(channel, said)
+
     def part(self, channel: Channel, *, final: bool) -> None:
         """It leaves in good order. `final`: the loop is over, and nobody is missed."""
         with self._lock:
@@ -95,7 +117,7 @@ class Council:
     def closed(self, channel: Channel) -> None:
         """A line was closed by the kernel."""
         with self._lock:
-            self._lines.part(channel, "its process ended")
+            self._lines.closed(channel)
             self._parted_at = time.monotonic()
             self._settle()
 

@@ -44,6 +44,7 @@ from everstep.keeper.protocol import (
     Durable,
     Enrol,
     Flush,
+    Free,
     Hello,
     Inherit,
     Inherited,
@@ -52,6 +53,7 @@ from everstep.keeper.protocol import (
     Persist,
     Stand,
     StopAt,
+    Stuck,
     Trouble,
     Welcome,
 )
@@ -224,6 +226,10 @@ class Keeper:
                 self._council.enrol(channel, message)
             case Stand():
                 self._council.stand(channel, message)
+            case Stuck():
+                self._council.stuck(channel, message)
+            case Free():
+                self._council.free(channel, message)
             case AskDurable():
                 channel.send(self._durable())
             case AskReplica():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from everstep.errors import KeeperLost
-from everstep.keeper.protocol import Bye, Channel, Charter, Enrol, Lost, Stand, View
+from everstep.keeper.protocol import Bye, Channel, Charter, Enrol, Free, Lost, Stand, Stuck, View
 from everstep.keeper.views import SPARE
 from everstep.types import Noun
 
@@ -28,6 +28,7 @@ class Here(Noun, frozen=True, kw_only=True):
 
     enrolled: Enrol
     standing: Stand | None = None
+    stuck: str = ""  # why it believes that somebody hangs
 
 
 class Gone(Noun, frozen=True, kw_only=True):
@@ -46,11 +47,13 @@ class _Line:
     told: Order | None = None
     told_at: float = 0.0  # when it was first told that its view had ended
     stopped_at: float | None = None  # when its process was first seen stopped
+    is_free: bool = False  # it has heard that its view has ended, and comes in its own time
+    end: str = "its process ended"  # how its end is told
 
     def is_late(self, now: float) -> bool:
         """Whether it should have come to a stop."""
         is_told = isinstance(self.told, Lost) and self.here.standing is None
-        return is_told and now - self.told_at > self.here.enrolled.detect_s
+        return is_told and not self.is_free and now - self.told_at > self.here.enrolled.detect_s
 
     def hangs(self, now: float) -> bool:
         is_stopped = _is_stopped(self.here.enrolled.pid)
@@ -93,6 +96,23 @@ class Lines:
             line.here = replace(line.here, standing=said)
             self.version += 1
 
+    def stuck(self, channel: Channel, said: Stuck) -> None:
+        line = self._of(channel)
+        if line is not None and said.view == line.here.enrolled.view:
+            line.here = replace(line.here, stuck=said.reason)
+            self.version += 1
+
+    def free(self, channel: Channel, said: Free) -> None:
+        line = self._of(channel)
+        if line is not None and said.view == line.here.enrolled.view:
+            line.is_free = True
+
+    def closed(self, channel: Channel) -> None:
+        """By the kernel."""
+        line = self._of(channel)
+        if line is not None:
+            self.part(channel, line.end)
+
     def part(self, channel: Channel, how: str) -> None:
         """It is gone. `how` it was noticed; empty: its work is done."""
         line = self._of(channel)
@@ -125,7 +145,7 @@ class Lines:
                 place = replace(
                     line.here.enrolled, job=order.job, view=order.number, rank=order.rank, world=order.world
                 )
-                line.here = Here(enrolled=place)
+                line.here, line.is_free = Here(enrolled=place), False
                 self._gone = [one for one in self._gone if one.view >= order.number]
                 self.version += 1
         return is_news
@@ -134,6 +154,7 @@ class Lines:
         """The kernel closes their lines, and the rest is as for any death."""
         for line in self._lines.values():
             if line.hangs(now) or line.is_late(now):
+                line.end = "it was stopped" if line.stopped_at is not None else "it did not come to a stop"
                 _end(line.here.enrolled.pid)
 
 

@@ -174,6 +174,19 @@ class Stand(Message, frozen=True, kw_only=True):
     address: str
 
 
+class Stuck(Message, frozen=True, kw_only=True):
+    """It is in a step for so long that somebody must hang, be it this one or another."""
+
+    view: int
+    reason: str
+
+
+class Free(Message, frozen=True, kw_only=True):
+    """It has heard that its view has ended, and comes when the program asks for its next step."""
+
+    view: int
+
+
 class Inherit(Message, frozen=True, kw_only=True):
     """What did earlier lives leave in memfds?"""
 
@@ -308,7 +321,7 @@ class Inherited(Message, frozen=True, kw_only=True):
 AnyMessage = (
     Hello | Join | BaseAt | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
     | Durable | Trouble | Inherited | Cancel | AskDurable | AskReplica | Replicated | Hold | Held | Halt | Enrol | Stand
-    | Lost | View | Convene | Convened
+    | Lost | View | Convene | Convened | Stuck | Free
 )  # fmt: skip
 
 

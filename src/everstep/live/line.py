@@ -16,7 +16,7 @@ from pathlib import Path
 from everstep.config import Policy
 from everstep.errors import KeeperLost
 from everstep.keeper.process import start
-from everstep.keeper.protocol import Bye, Channel, Charter, Enrol, Lost, Message, Stand, View, connect
+from everstep.keeper.protocol import Bye, Channel, Charter, Enrol, Free, Lost, Message, Stand, Stuck, View, connect
 
 _AGAIN_S = 0.1  # between two attempts to find a keeper
 _GONE_S = 10.0  # without a keeper, after which a spare takes the run for over
@@ -64,6 +64,12 @@ class Line:
             self.enrol(job=called.job, view=called.number, rank=called.rank, world=called.world)
         self._standing = None
         return called
+
+    def stuck(self, view: int, reason: str) -> None:
+        self._send(Stuck(view=view, reason=reason))
+
+    def free(self, view: int) -> None:
+        self._send(Free(view=view))
 
     def close(self, *, final: bool) -> None:
         """In good order. `final`: the loop is over, so nobody is to take this process for lost."""

@@ -25,6 +25,7 @@ from everstep.keeper.protocol import Charter, Lost, View
 from everstep.keeper.views import SPARE
 from everstep.live.crew import tell_crew
 from everstep.live.line import Line
+from everstep.live.watch import Watch
 from everstep.topology import Formed, Topology
 
 _PATIENCE = 2  # detection times until a loss that was noticed must be heard of,
@@ -50,6 +51,7 @@ class Presence:
         self._stands_by = True  # it has had no place yet
         self.view = 0
         self.lost: Lost | None = None  # how the present view ended, once it has
+        self.watch = Watch(settings.detect_s, self._alarm)
         self._times = [0.0, 0.0, 0.0]  # when the loss was heard, this process stood still, and all had met
 
     def enrol(self, run: str, job: str, place: Topology) -> None:
@@ -83,6 +85,7 @@ class Presence:
         if self._is_fenced:
             tell_crew(SPARE)
             raise Restart("this process was taken for lost, and the others went on without it")
+        self.watch.recover()
         called = self._stand(self._line) if self._line is not None else None
         while self._stands_by and called is not None and not called.world:
             self.close(final=False)  # its job is gone, and may come again
@@ -119,6 +122,8 @@ class Presence:
                 self.view, self._rank, self._called = called.number, called.rank, called
                 if self.lost is not None and self.lost.view < self.view:
                     self.lost = None
+            if not called.lost:
+                self.watch.learn()
             self._server = server if called.address == address else None
         return called
 
@@ -180,6 +185,20 @@ class Presence:
             self.lost = lost
             self._changed.notify_all()
             self._how.wires.cut()
+        self._tell_if_free()
+
+    def set_free(self) -> None:
+        """The program is on its own time, until it enters a step or asks for the next one."""
+        self.watch.rest()
+        self._tell_if_free()
+
+    def _tell_if_free(self) -> None:
+        if self.lost is not None and self.watch.is_free and self._line is not None:
+            self._line.free(self.view)
+
+    def _alarm(self, took_s: float, longest_s: float) -> None:
+        if self.lost is None and self._line is not None:
+            self._line.stuck(self.view, f"in a step for {took_s:.1f} s, where the longest took {longest_s:.1f} s")
 
     def report(self, place: Topology, *, step: int, left_at: int, **without: int) -> WentOn:
         assert self._called is not None
