@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from lives import run_directory
-from team import Ended, Here, Team
+from team import Ended, Here, Team, in_forward
 
 from everstep.events import Called, RanksLost, read_events
 from everstep.live.watch import Watch
@@ -60,10 +58,6 @@ def test_a_program_that_takes_its_time_between_two_steps_is_not_taken_for_hung(
 def test_a_rank_is_waited_for_that_evaluates_while_another_is_lost(
     directory: Path, undisturbed: dict[int, Ended]
 ) -> None:
-    def act(here: Here) -> None:
-        if here.name == 1 and here.tries == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def aside(here: Here) -> None:
         if here.name == 0 and here.tries == 4:
             deadline = time.monotonic() + 30
@@ -72,7 +66,7 @@ def test_a_rank_is_waited_for_that_evaluates_while_another_is_lost(
             time.sleep(2.0)  # for longer than one who is in a step may take to stop
 
     team = Team(directory, 3, spares=1, on_loss=["spare"], detect_timeout="0.5s", aside=aside)
-    found = team.start(act).wait()
+    found = team.start(in_forward(1, 5)).wait()
     assert [name for name, ended in found.items() if ended.killed] == [1]
     assert own(found) == own(undisturbed)
 
