@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lives import run_directory
-from team import Ended, Here, Team, in_forward
+from team import STEPS, Ended, Here, Team, in_forward, survivors
 
 from everstep.events import Called, RanksLost, read_events
 from everstep.live.watch import Watch
@@ -42,6 +42,18 @@ def test_a_rank_that_hangs_in_its_step_is_ended_and_the_others_go_on(
     assert [(event.rank, event.how) for event in lost] == [(1, "it did not come to a stop")]
 
 
+def test_those_who_go_forward_finish_the_step_without_the_one_that_hangs(directory: Path) -> None:
+    def act(here: Here) -> None:
+        if here.name == 1 and here.tries == HANG_AT:
+            threading.Event().wait()
+
+    found = Team(directory, 3, on_loss=["forward"], detect_timeout="0.5s").start(act).wait()
+    left = survivors(found)
+    assert found[1].killed
+    assert [(one["world"], one["tries"]) for one in left] == [(2, STEPS), (2, STEPS)]  # and no step was done again
+    assert len({one["state"] for one in left}) == 1
+
+
 def test_a_program_that_takes_its_time_between_two_steps_is_not_taken_for_hung(
     directory: Path, undisturbed: dict[int, Ended]
 ) -> None:
@@ -52,7 +64,8 @@ def test_a_program_that_takes_its_time_between_two_steps_is_not_taken_for_hung(
     found = Team(directory, 3, on_loss=["spare"], detect_timeout="0.5s", aside=aside).start().wait()
     assert not any(ended.killed for ended in found.values())
     assert own(found) == own(undisturbed)
-    assert [event.lost for event in read_events(directory) if isinstance(event, Called)] == [()]
+    (called,) = [event for event in read_events(directory) if isinstance(event, Called)]
+    assert called.lost == () and "in a step for" in called.reason
 
 
 def test_a_rank_is_waited_for_that_evaluates_while_another_is_lost(

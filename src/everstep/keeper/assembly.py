@@ -292,16 +292,17 @@ class Assembly:
         addresses = {node: known.report.address for node, known in self._nodes.items()}
         seats = tuple(Seat(node=node, address=addresses.get(node, "")) for node in nodes)
         lost_nodes = tuple(node for node in before if node not in made.nodes) if made.workers else ()
+        reason = made.reason or ("" if made.lost else self._reason)
         self._emit(
             Called(
                 view=number, policy=made.policy, world=len(made.workers), lost=made.lost, lost_nodes=lost_nodes,
-                waited_s=now - (self._ended_at or now), reason=made.reason,
+                waited_s=now - (self._ended_at or now), reason=reason,
             )
         )  # fmt: skip
         sitting = Sitting(view=number, seats=seats or self.sitting.seats, places=made.nodes)
         call = Call(
             sitting=sitting, workers=made.workers, before=self._groups(), wished=self._wished, address=made.address,
-            policy=made.policy, lost=made.lost, reason=made.reason, ended=self._reason,
+            policy=made.policy, lost=made.lost, reason=reason, ended=self._reason,
         )  # fmt: skip
         self._take(call, now)
 
