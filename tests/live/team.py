@@ -244,3 +244,9 @@ def in_the_update(name: int, tries: int) -> Act:
             here.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
     return act
+
+
+def own(found: dict[int, Ended]) -> dict[int, tuple[str, str]]:
+    """By rank: the state, and what each rank has for itself."""
+    results = [one.result for one in found.values() if one.result is not None]
+    return {one["rank"]: (one["state"], one["own"]) for one in results}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lives import run_directory
-from team import STEPS, Ended, Here, Team, in_forward, survivors
+from team import STEPS, Ended, Here, Team, in_forward, own, survivors
 
 from everstep.events import Called, RanksLost, read_events
 from everstep.live.watch import Watch
@@ -21,11 +21,6 @@ HANG_AT = 9
 def undisturbed() -> dict[int, Ended]:
     with run_directory() as made:
         return Team(made, 3, on_loss=["spare"]).start().wait()
-
-
-def own(found: dict[int, Ended]) -> dict[int, tuple[str, str]]:
-    results = [ended.result for ended in found.values() if ended.result is not None]
-    return {result["rank"]: (result["state"], result["own"]) for result in results}
 
 
 def test_a_rank_that_hangs_in_its_step_is_ended_and_the_others_go_on(
