@@ -6,12 +6,13 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from team import Here, Team, own, survivors
 
-from everstep.events import Called, Started, WentOn, read_events
+from everstep.events import Called, Persisted, Started, WentOn, read_events
 from everstep.topology import process_alive
 
 WORLD = 3
@@ -25,12 +26,20 @@ def slowly(here: Here) -> None:
 def strike(directory: Path, losses: int, seed: int) -> None:
     """Kill one rank after the other; the next, when those who are left are called to go on, or soon after."""
     chance = random.Random(seed)
+    await_all(lambda: len(list(directory.parent.glob("stands-*"))) == losses, "spares do not stand by")
+    await_all(lambda: any(isinstance(e, Persisted) for e in read_events(directory)), "there is nothing to go back to")
     for number in range(losses):
-        deadline = time.monotonic() + 60
-        while not (victims := ready_for(directory, number)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        await_all(lambda number=number: bool(ready_for(directory, number)), f"nobody went on after loss {number}")
+        victims = ready_for(directory, number)
         time.sleep(chance.uniform(0.0, 0.3))
         os.kill(chance.choice(victims), signal.SIGKILL)
+
+
+def await_all(is_so: Callable[[], bool], else_: str) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, else_
+        time.sleep(0.02)
 
 
 def ready_for(directory: Path, number: int) -> list[int]:
@@ -38,7 +47,7 @@ def ready_for(directory: Path, number: int) -> list[int]:
     events = read_events(directory) if directory.exists() else []
     calls = [event for event in events if isinstance(event, Called)]
     began = {event.rank: event.pid for event in events if isinstance(event, Started)}
-    if len([call for call in calls if call.lost]) < number or len(began) < WORLD:
+    if sum(len(call.lost) for call in calls) < number or len(began) < WORLD:
         return []
     if calls and not any(isinstance(event, WentOn) and event.view == calls[-1].view for event in events):
         return []
