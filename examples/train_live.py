@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--on-loss", nargs="+", default=["spare", "rollback", "restart"])
+    parser.add_argument("--detect", default="10s")
     arguments = parser.parse_args()
 
     torch.manual_seed(1)
@@ -35,7 +36,7 @@ def main() -> None:
 
     run = everstep.guard(
         model, optimizer, loader, dir=arguments.dir, extra={"losses": losses}, epochs=None, steps=arguments.steps,
-        on_loss=arguments.on_loss,
+        on_loss=arguments.on_loss, detect_timeout=arguments.detect,
     )  # fmt: skip
     for step in run.live():
         with step as (x, y):  # entered again if it has to be done again

@@ -18,7 +18,7 @@ store/          where it lies, and whose it is          places claim halts
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush book logbook pace scavenge process
 keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer
-keeper/         who goes on after a loss                views assembly
+keeper/         who goes on after a loss                lines views assembly council embassy
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
 keeper/         beyond this node, a lane each           lane transit deeper sinking partners parity_work copies guests
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
@@ -28,7 +28,7 @@ keeper/         and its end in the trainer              client arrival keeping
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          others reach times audit inquiry salvage records rebuild retrieve
-live/           without leaving the loop                line presence regroup course forward loop
+live/           without leaving the loop                line watch presence regroup course forward loop
 live/           those who train, started and replaced   crew
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run

@@ -289,7 +289,7 @@ class Archive:
                 "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
                 "replica": replica_of(self.run),
                 "ring": _ring_state(sources.rings),
-                "went_on": [e for e in read_events(self.directory) if isinstance(e, WentOn) and e.rank == 0],
+                "went_on": _went_on(self.directory),
                 "exposure": exposure(
                     survey,
                     sources.node,
@@ -390,6 +390,13 @@ def _is_between(plan: Plan, start: int, rank: int, files: list[tuple[int, int]])
     """Whether a file of the log may have records that a plan needs: its own end is where its rank's next one begins."""
     base, step = plan.base or 0, plan.step or 0
     return start < step and not any(start < other <= base for other, whose in files if whose == rank)
+
+
+def _went_on(directory: Path) -> list[WentOn]:
+    """How losses were lived through, as one rank tells it: the first that has a word of it here."""
+    events = [event for event in read_events(directory) if isinstance(event, WentOn)]
+    first = min((event.rank for event in events), default=0)
+    return [event for event in events if event.rank == first]
 
 
 def _ring_state(rings: list[Arena]) -> dict[str, int]:

@@ -208,6 +208,7 @@ class RanksLost(Event, frozen=True, kw_only=True):
 
     view: int
     rank: int
+    node: str = ""  # that it was on
     how: str  # it was noticed
 
 
@@ -218,6 +219,7 @@ class Called(Event, frozen=True, kw_only=True):
     policy: str
     world: int
     lost: tuple[int, ...]
+    lost_nodes: tuple[str, ...] = ()  # of which nobody is left
     waited_s: float  # from the loss until all stood still
     reason: str  # why it is not what was wished for first
 
@@ -237,6 +239,7 @@ class WentOn(Event, frozen=True, kw_only=True):
     restored_s: float  # and until the state was there
     buckets: int = 0  # of gradients that were averaged without those of the lost,
     samples: int = 0  # and samples that the lost had in them
+    lost: str = ""  # who was, and how it was noticed; or why all stopped else
     reason: str = ""  # why it is not what was wished for first
 
 

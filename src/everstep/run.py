@@ -29,7 +29,7 @@ from everstep.capture.life import Life
 from everstep.capture.position import Feed
 from everstep.capture.steering import followed
 from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
-from everstep.errors import BadConfig, EverstepError, Restart
+from everstep.errors import BadConfig, Damaged, EverstepError, Restart
 from everstep.events import Degraded, EventLog, Finished, Halted, Started, Stopping
 from everstep.keeper.arrival import arrive, check, check_level
 from everstep.keeper.client import KeeperClient
@@ -306,7 +306,10 @@ class Run:
         """For the loop of run.live(): begin a life in the present group; `carried`: with the state as it is."""
         regroup(self._state.subjects.models, self._loader, keeps_gradients=carried is not None)
         self._state.reductions.forget()
-        self._begin(carried)
+        try:
+            self._begin(carried)
+        except Damaged as error:
+            raise Restart(f"those who are left have no whole checkpoint among them: {error}") from error
         self._listen()
         if self.resumed_from is None:
             raise Restart("nothing was sealed yet that those who are left could go on from")

@@ -60,9 +60,10 @@ def train(
     ddp: dict[str, Any] | None = None,
     prepare: Callable[[Any], None] = lambda model: None,
     gather: int = 1,
+    aside: Act = nothing,
     **options: Any,
 ) -> dict[str, Any]:
-    """`gather`: batches a step."""
+    """`gather`: batches a step. `aside`: what the program does between two steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # so that dropout differs from rank to rank, and must be restored
     model = nn.parallel.DistributedDataParallel(_model(dropout), **(ddp or {}))
@@ -92,6 +93,7 @@ def train(
                 optimizer.zero_grad()
             losses.append(loss.item())
             seen.append(which.tolist())
+        aside(here)
     return {
         "pid": os.getpid(),
         "step": run.step,
@@ -242,3 +244,9 @@ def in_the_update(name: int, tries: int) -> Act:
             here.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
     return act
+
+
+def own(found: dict[int, Ended]) -> dict[int, tuple[str, str]]:
+    """By rank: the state, and what each rank has for itself."""
+    results = [one.result for one in found.values() if one.result is not None]
+    return {one["rank"]: (one["state"], one["own"]) for one in results}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -218,3 +219,53 @@ def test_the_supervisor_needs_no_torch(tmp_path: Path) -> None:
     check = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))"
     job = Job(tmp_path, "--nproc", 1, Program(tmp_path, "").path, before=check)
     assert (job.wait(), job.said) == (0, "False\n")
+
+
+def test_a_node_that_stands_by_starts_spares_only_and_whoever_of_them_ends_is_replaced(tmp_path: Path) -> None:
+    body = """
+say(kind, *(os.environ[name] for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")))
+if started(kind) == 1:
+    tell_crew(5)
+    die()
+wait_for("end")
+"""
+    program = Program(tmp_path, body)
+    job = Job(tmp_path, "--stand-by", "--nproc", 2, "--master", "n0:77", program.path)
+    job.until(lambda: len(program.pids("spare")) == 3)
+    program.note("end")
+    assert job.wait() == 0
+    assert not program.pids("rank-*")
+    assert sorted(re.findall(r"^spare .*$", job.said, re.MULTILINE))[-1] == "spare 1 n0 77"
+
+
+def test_workers_whose_job_went_on_without_them_are_started_again_only_to_stand_by(tmp_path: Path) -> None:
+    body = """
+if rank is not None:
+    wait_for("go")
+    tell_crew(-1)
+    raise SystemExit(75)
+"""
+    program = Program(tmp_path, body)
+    words = ["--nproc", 2, "--nodes", 2, "--node-rank", 1, "--master", "n0:77"]
+    job = Job(tmp_path, *words, program.path)
+    job.until(lambda: len(program.pids("rank-*")) == 2)
+    program.note("go")
+    assert job.wait() == 0
+    assert len(program.pids("rank-*")) == 2 and len(program.pids("spare")) == 2
+    assert (
+        job.lines[-1]
+        == "nobody trains any more (left with code 75): all are started again to stand by, restart 1 of 30"
+    )
+
+
+def test_on_one_node_they_are_ranks_again_since_there_is_nobody_else(tmp_path: Path) -> None:
+    program = Program(tmp_path, "if started(kind) == 1:\n    tell_crew(-1)\n    raise SystemExit(75)")
+    job = Job(tmp_path, "--nproc", 2, program.path)
+    assert job.wait() == 0
+    assert len(program.pids("rank-0")) == 2 and not program.pids("spare")
+
+
+@pytest.mark.parametrize("words", [["--spares", 1, "--master", "a:1"], ["--nodes", 2, "--master", "a:1"], []])
+def test_standing_by_needs_a_master_and_nothing_else(tmp_path: Path, words: list[object]) -> None:
+    job = Job(tmp_path, "--stand-by", "--nproc", 1, *words, "train.py")
+    assert job.wait() == 2 and "--stand-by needs --nproc and --master" in job.said

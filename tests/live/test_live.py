@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from lives import run_directory
-from team import STEPS, Act, Ended, Here, Team, in_backward, in_forward, in_the_update, kill_at, nothing, survivors
+from team import STEPS, Act, Ended, Here, Team, in_backward, in_forward, in_the_update, kill_at, nothing, own, survivors
 
 from everstep.events import Called, RanksLost, WentOn, read_events
 from everstep.keeper.client import keeper_pid
@@ -24,12 +24,6 @@ from everstep.store.manifest import run_name
 def undisturbed() -> dict[int, Ended]:
     with run_directory() as directory:
         return Team(directory, 3, on_loss=["spare", "rollback"]).start().wait()
-
-
-def own(found: dict[int, Ended]) -> dict[int, tuple[str, str]]:
-    """By rank: the state, and what each rank has for itself."""
-    results = [one.result for one in found.values() if one.result is not None]
-    return {one["rank"]: (one["state"], one["own"]) for one in results}
 
 
 @pytest.mark.parametrize(

@@ -2,76 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from cluster import Cluster, die_at, results
+from network import Network
 
 from everstep import Parity, Partner
 from everstep.events import Degraded, Protected, read_events
-from everstep.keeper import client
-from everstep.keeper.process import environment, keeper_log
 
 CUT_S = 10.0
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-class Network:
-    """A bridge in a namespace of its own, and a namespace with a cable to it for every node."""
-
-    def __init__(self, nodes: list[str]) -> None:
-        self.name = f"ev{os.getpid() % 100000}"
-        self.places = {node: (f"{self.name}n{number}", f"10.213.7.{number + 1}") for number, node in enumerate(nodes)}
-        ip("netns", "add", self.name)
-        self._in_bridge("link", "add", "hub", "type", "bridge")
-        self._in_bridge("link", "set", "hub", "up")
-        for space, address in self.places.values():
-            ip("netns", "add", space)
-            self._in_bridge("link", "add", space, "type", "veth", "peer", "name", "wire", "netns", space)
-            self._in_bridge("link", "set", space, "master", "hub", "up")
-            ip("-n", space, "addr", "add", f"{address}/24", "dev", "wire")
-            for device in ("lo", "wire"):
-                ip("-n", space, "link", "set", device, "up")
-
-    def _in_bridge(self, *words: str) -> None:
-        ip("-n", self.name, *words)
-
-    def cut(self, node: str) -> None:
-        self._in_bridge("link", "set", self.places[node][0], "down")
-
-    def mend(self, node: str) -> None:
-        self._in_bridge("link", "set", self.places[node][0], "up")
-
-    def prepare(self, node: str) -> None:
-        """Only keepers live there: ranks talk as ever, and to their keepers by a socket in a directory."""
-        space, address = self.places[node]
-        os.environ["EVERSTEP_ADDRESS"] = address
-
-        def start(run: str, directory: Path) -> None:
-            with open(keeper_log(directory), "ab") as log:
-                subprocess.run(
-                    [
-                        "ip", "netns", "exec", space, sys.executable, "-m", "everstep.keeper.process", run,
-                        str(directory),
-                    ],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(), check=True,
-                )  # fmt: skip
-
-        client.start = start
-
-    def close(self) -> None:
-        for space in (self.name, *(space for space, _ in self.places.values())):
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
 @pytest.fixture

@@ -28,6 +28,9 @@ def command(
     nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes on which this is started; srun says it.")] = None,
     node_rank: Annotated[int | None, typer.Option("--node-rank", help="Which of them this is, from 0.")] = None,
     master: Annotated[str | None, typer.Option("--master", help="HOST:PORT of the first, where all meet.")] = None,
+    stand_by: Annotated[
+        bool, typer.Option("--stand-by", help="This node is new to a job, or comes back: its workers wait for places.")
+    ] = False,
     max_restarts: Annotated[
         int | None, typer.Option("--max-restarts", help=f"Processes or jobs started again, at most; else {_RESTARTS}.")
     ] = None,
@@ -44,14 +47,19 @@ def command(
     replaced by a fresh spare; when nobody is left the job is started again.
     """
     environment = _environment(tiers, config, node, domain)
-    given = {"spares": spares, "nodes": nodes, "node_rank": node_rank, "master": master, "max_restarts": max_restarts}
+    given = {
+        "spares": spares, "nodes": nodes, "node_rank": node_rank, "master": master, "max_restarts": max_restarts,
+        "stands_by": stand_by or None,
+    }  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
     if nproc is not None:
-        size = Size(workers=nproc, **{**_said_by_launcher(environment, nodes), **chosen})  # type: ignore[arg-type]
+        said = {} if stand_by else _said_by_launcher(environment, nodes)
+        size = Size(workers=nproc, **{**said, **chosen})  # type: ignore[arg-type]
         program = [sys.executable, *words] if words[0].endswith(".py") else words
         raise typer.Exit(Crew(program, size, environment).work())
     if chosen:
-        raise BadConfig(f"--{min(chosen).replace('_', '-')} says how workers are started, and needs --nproc")
+        option = min(chosen).replace("stands", "stand").replace("_", "-")
+        raise BadConfig(f"--{option} says how workers are started, and needs --nproc")
     try:
         os.execvpe(words[0], words, environment)
     except OSError as error:

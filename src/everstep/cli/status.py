@@ -38,6 +38,8 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
     for one in status["went_on"]:
         lossy = f"lossy: {one.buckets} buckets without {one.samples} samples" if one.buckets else "lossy"
         kind = "exact" if one.exact else lossy if one.policy == "forward" else "world changed"
-        print(f"lived through a loss at step {one.step}, view {one.view}: {one.policy}, {one.world} ranks, {kind}")
+        lost = f" ({one.lost})" if one.lost else ""
+        done = f"{one.policy}, {one.world} ranks, {kind}"
+        print(f"lived through a loss at step {one.step}, view {one.view}: {done}{lost}")
     rows = [[e.event, e.restored_from, str(e.steps), human_seconds(e.seconds)] for e in status["exposure"]]
     print_table(["if ...", "restored from", "steps lost", "work lost"], rows)

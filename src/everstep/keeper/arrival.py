@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from everstep import topology
 from everstep.config import Settings
-from everstep.errors import BadConfig
-from everstep.keeper.client import KeeperClient
-from everstep.keeper.protocol import Hello, Member
+from everstep.errors import BadConfig, KeeperLost
+from everstep.events import EventLog
+from everstep.keeper.client import KeeperClient, asked_of
+from everstep.keeper.note import read_charter
+from everstep.keeper.protocol import Charter, Convene, Convened, Hello, Member, Seat, Sitting, Trouble, connect
 from everstep.launch import end_time
-from everstep.store.claim import Claim
+from everstep.store.claim import Claim, make, sign
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import run_name
+from everstep.store.places import Places
 from everstep.topology import Topology
 from everstep.types import Level
+
+_CHARTER = "council"  # in the store where ranks meet
+_ASK = timedelta(seconds=1)
+_CONVENE_S, _AGAIN_S = 30.0, 0.1
 
 
 def check(settings: Settings, place: Topology) -> None:
@@ -80,3 +94,95 @@ def _members(place: Topology, addresses: list[str]) -> tuple[Member, ...]:
         ranks = tuple(rank for rank, other in enumerate(place.nodes) if other == node)
         found.append(Member(node=node, domain=place.domains[ranks[0]], address=addresses[ranks[0]], ranks=ranks))
     return tuple(found)
+
+
+def convene(run: str, job: str, settings: Settings, place: Topology) -> Charter:
+    """A live job with several nodes begins: their keepers learn of each other. All ranks must take part.
+
+    What they know is left where ranks have met: whoever stands by on yet another node looks for it there.
+    """
+    host, encrypt = topology.own_address(place), settings.tiers.encrypt
+    secret = topology.exchange(os.urandom(32), place)[0]
+    address = _ask_to_convene(run, Convene(job=job, secret=secret, encrypt=encrypt, address=f"{_bracketed(host)}:0"))
+    addresses = [answer.decode() for answer in topology.exchange(address.encode(), place)]
+    seats = tuple(Seat(node=member.node, address=member.address) for member in _members(place, addresses))
+    charter = Charter(
+        run=run, job=job, secret=secret, encrypt=encrypt, detect_s=settings.detect_s,
+        sitting=Sitting(view=0, seats=seats, places=place.nodes), host=_bracketed(host),
+    )  # fmt: skip
+    store = _meeting_place() if place.rank == 0 else None
+    if store is not None:
+        store.set(_CHARTER, msgspec.json.encode(charter))
+    return charter
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _ask_to_convene(run: str, asked: Convene) -> str:
+    """Where the keeper of this node is to be found by others. One that has just died is followed by another."""
+    deadline = time.monotonic() + _CONVENE_S
+    while time.monotonic() < deadline:
+        heard = asked_of(run, asked)
+        if isinstance(heard, Convened):
+            return heard.address
+        if isinstance(heard, Trouble):
+            raise BadConfig(heard.reason)
+        time.sleep(_AGAIN_S)
+    raise KeeperLost(f"the keeper did not say within {_CONVENE_S:g} s where other nodes find it")
+
+
+def find_run(settings: Settings) -> tuple[str, Charter | None] | None:
+    """The run that a spare may join: one with a keeper on this node, or one that is on other nodes, if it is found.
+
+    Of those it hears from the directory, where all nodes see it, else from the place where its ranks have met.
+    """
+    try:
+        run = run_name(DiskTier(settings.directory))
+    except (FileNotFoundError, NotADirectoryError):
+        run = ""
+    charter = read_charter(settings.directory)
+    channel = connect(run) if run else None
+    if channel is not None:
+        channel.close()
+    else:
+        charter = charter or _ask_meeting_place()
+    if charter is None:
+        return (run, None) if channel is not None else None
+    _prepare(Places.chosen(settings.directory, settings.tiers), charter.run)
+    node = topology.node_name()
+    place = Topology(rank=0, world=1, node=node, nodes=(node, *(seat.node for seat in charter.sitting.seats)))
+    return charter.run, replace(charter, host=_bracketed(topology.own_address(place)))
+
+
+def _prepare(places: Places, run: str) -> None:
+    """Make the directory of this node that run's, for a keeper to begin with."""
+    make(places)
+    sign(DiskTier(Path(places.directory)), run, EventLog(Path(places.directory, "events-spare.jsonl")))
+    try:
+        places.write()
+    except FileExistsError:
+        return  # another spare of this node was faster
+
+
+def _meeting_place() -> Any:
+    """Where the ranks of the job have met; None if nobody is there, or nobody says where it is."""
+    import torch.distributed as dist
+
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        return None
+    try:
+        return dist.PrefixStore("everstep", dist.TCPStore(host, int(port), is_master=False, timeout=_ASK))
+    except dist.DistError:
+        return None
+
+
+def _ask_meeting_place() -> Charter | None:
+    store = _meeting_place()
+    try:
+        known = store is not None and store.check([_CHARTER])
+        return msgspec.json.decode(store.get(_CHARTER), type=Charter) if known else None
+    except (RuntimeError, msgspec.DecodeError):
+        return None  # it has just ended, or is another Everstep's

@@ -320,17 +320,18 @@ def inherited(run: str) -> list[Arena]:
 
 def replica_of(run: str) -> Replicated | None:
     """Where the replica of a run stands, if a keeper of this node has one."""
-    answer = _asked(run, AskReplica())
+    answer = asked_of(run, AskReplica())
     return answer if isinstance(answer, Replicated) else None
 
 
 def levels_of(run: str) -> Durable | None:
     """How far each level of a run is, if it has a keeper on this node."""
-    answer = _asked(run, AskDurable())
+    answer = asked_of(run, AskDurable())
     return answer if isinstance(answer, Durable) else None
 
 
-def _asked(run: str, question: Message) -> AnyMessage | None:
+def asked_of(run: str, question: Message) -> AnyMessage | None:
+    """What the keeper of a run on this node answers; None if there is none."""
     channel = connect(run)
     if channel is None:
         return None

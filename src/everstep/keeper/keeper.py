@@ -23,9 +23,9 @@ from everstep.capture.arena import MEMFD, Arena
 from everstep.errors import KeeperLost
 from everstep.events import Degraded, Retired, Sink
 from everstep.keeper import flush
-from everstep.keeper.assembly import Assembly
 from everstep.keeper.base_writer import BaseWriter
 from everstep.keeper.copies import Takers
+from everstep.keeper.council import Council
 from everstep.keeper.deeper import DeeperWork
 from everstep.keeper.guests import forget_passed_over
 from everstep.keeper.halting import Halting
@@ -39,10 +39,12 @@ from everstep.keeper.protocol import (
     Bye,
     Cancel,
     Channel,
+    Convene,
     Detach,
     Durable,
     Enrol,
     Flush,
+    Free,
     Hello,
     Inherit,
     Inherited,
@@ -51,6 +53,7 @@ from everstep.keeper.protocol import (
     Persist,
     Stand,
     StopAt,
+    Stuck,
     Trouble,
     Welcome,
 )
@@ -92,7 +95,7 @@ class Keeper:
             self._tier, self._roster, self._logbook, self._replicas, self._halting.overhear, self._announce
         )
         self._directory = directory
-        self._assembly = Assembly(emit)
+        self._council = Council(directory, emit)
         self._fleet: Fleet | None = None
         self._ending = threading.Event()
         self._threads = [
@@ -134,12 +137,13 @@ class Keeper:
             for key, _ in self._selector.select(TICK_S):
                 key.data(key.fileobj)
             self._records.let_go_spent_rings()
-            self._assembly.look()
+            self._council.look()
             self._halting.look(leaving_s=max(0.0, self._bases.took_s), alone=self._inline)
         self._ending.set()
         self._records.asked.set()
         for thread in self._threads:
             thread.join()
+        self._council.close()
         if self._fleet is not None:
             self._fleet.close()
         self._replicas.end()
@@ -158,7 +162,7 @@ class Keeper:
         if heard is None:
             self._selector.unregister(channel.connection)
             channel.close()
-            self._assembly.closed(channel)
+            self._council.closed(channel)
             if session is not None:
                 self._lose(session)
             return
@@ -216,16 +220,22 @@ class Keeper:
                 for arena in (a for a in known if a.place == MEMFD):
                     channel.send(Inherited(counts=(len(arena.descriptors),), more=True), arena.descriptors)
                 channel.send(Inherited(counts=()))
+            case Convene():
+                self._council.convene(channel, message)
             case Enrol():
-                self._assembly.enrol(channel, message)
+                self._council.enrol(channel, message)
             case Stand():
-                self._assembly.stand(channel, message)
+                self._council.stand(channel, message)
+            case Stuck():
+                self._council.stuck(channel, message)
+            case Free():
+                self._council.free(channel, message)
             case AskDurable():
                 channel.send(self._durable())
             case AskReplica():
                 channel.send(self._replicas.state or Trouble(reason="there is no replica"))
             case Bye() if session is None:
-                self._assembly.part(channel, final=message.final)
+                self._council.part(channel, final=message.final)
             case Bye() if session is not None:
                 self._halting.obeyed(session.arena.live().step if session.arena is not None else 0)
                 session.done = message.final
@@ -328,7 +338,7 @@ class Keeper:
 
     def _may_end(self) -> bool:
         sessions = self._roster.all()
-        if self._roster.is_anybody_alive():
+        if self._roster.is_anybody_alive() or self._council.is_needed:
             return False
         idle = time.monotonic() - self._roster.idle_since
         linger = max((s.hello.linger_s for s in sessions), default=30.0)

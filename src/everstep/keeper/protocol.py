@@ -38,6 +38,34 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
 
 
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """A keeper in the council of a live job, and where the others find it."""
+
+    node: str
+    address: str = ""
+
+
+class Sitting(msgspec.Struct, frozen=True, kw_only=True):
+    """The council as it is in one view: the first of the seats has the chair, and each takes the place of those before
+    it. `places`: the node of every rank."""
+
+    view: int
+    seats: tuple[Seat, ...]
+    places: tuple[str, ...]
+
+
+class Charter(msgspec.Struct, frozen=True, kw_only=True):
+    """What a keeper must know to take part in the council of a job: whose it is, and who else is there."""
+
+    run: str
+    job: str
+    secret: bytes
+    encrypt: bool
+    detect_s: float
+    sitting: Sitting
+    host: str = ""  # of this node, for others
+
+
 # trainer to keeper
 
 
@@ -127,6 +155,16 @@ class Enrol(Message, frozen=True, kw_only=True):
     world: int
     on_loss: tuple[Policy, ...]
     detect_s: float  # after which one who does not stop is taken for lost
+    charter: Charter | None = None  # where the job has several nodes
+
+
+class Convene(Message, frozen=True, kw_only=True):
+    """A job with several nodes begins: be found by their keepers at this host. Answered by Convened."""
+
+    job: str
+    secret: bytes
+    encrypt: bool
+    address: str  # port 0: any
 
 
 class Stand(Message, frozen=True, kw_only=True):
@@ -134,6 +172,19 @@ class Stand(Message, frozen=True, kw_only=True):
 
     view: int
     address: str
+
+
+class Stuck(Message, frozen=True, kw_only=True):
+    """It is in a step for so long that somebody must hang, be it this one or another."""
+
+    view: int
+    reason: str
+
+
+class Free(Message, frozen=True, kw_only=True):
+    """It has heard that its view has ended, and comes when the program asks for its next step."""
+
+    view: int
 
 
 class Inherit(Message, frozen=True, kw_only=True):
@@ -166,6 +217,12 @@ class Welcome(Message, frozen=True, kw_only=True):
     address: str = ""  # where other nodes find this keeper
 
 
+class Convened(Message, frozen=True, kw_only=True):
+    """Where the keepers of other nodes find this one."""
+
+    address: str
+
+
 class Lost(Message, frozen=True, kw_only=True):
     """View `view` has ended, because these ranks of it are gone: stop, and stand."""
 
@@ -185,6 +242,8 @@ class View(Message, frozen=True, kw_only=True):
     policy: Policy
     lost: tuple[int, ...]
     reason: str
+    ended: str = ""  # why the view before it did
+    charter: Charter | None = None  # where the job has several nodes
 
 
 class Halt(Message, frozen=True, kw_only=True):
@@ -262,7 +321,7 @@ class Inherited(Message, frozen=True, kw_only=True):
 AnyMessage = (
     Hello | Join | BaseAt | Attach | Detach | LeaseAnswer | Persist | StopAt | Inherit | Bye | Welcome | Lease | Release
     | Durable | Trouble | Inherited | Cancel | AskDurable | AskReplica | Replicated | Hold | Held | Halt | Enrol | Stand
-    | Lost | View
+    | Lost | View | Convene | Convened | Stuck | Free
 )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Size:
     node_rank: int = 0
     master: str = ""
     max_restarts: int = 30
+    stands_by: bool = False  # this node is not part of the job: all of its processes wait for places that become free
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -58,6 +59,8 @@ class Size:
             raise BadConfig(f"--master must be HOST:PORT, not {self.master!r}")
         if self.nodes > 1 and not self.master:
             raise BadConfig("several nodes need --master HOST:PORT, the same on all of them: a free port of the first")
+        if self.stands_by and (self.spares or self.nodes > 1 or not self.master):
+            raise BadConfig("--stand-by needs --nproc and --master HOST:PORT, as the job has it, and nothing else")
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class Crew:
         self._ear.bind(f"\0{self._name}")
         self._ear.setblocking(False)
         self._master = size.master
+        self._stands_by = size.stands_by
 
     def work(self) -> int:
         """Until the work is done, or nobody is to start again. The exit code."""
@@ -100,18 +104,25 @@ class Crew:
         while True:
             self._codes.clear()
             for seat in range(size.workers + size.spares):
-                self._start(seat, size.node_rank * size.workers + seat if seat < size.workers else None)
+                has_rank = seat < size.workers and not self._stands_by
+                self._start(seat, size.node_rank * size.workers + seat if has_rank else None)
             while self._is_at_work():
                 self._look()
                 time.sleep(_LOOK_S)
             self._end(signal.SIGTERM)  # spares: there is nothing left that they could join
-            if self._is_asked or not _is_to_be_started_again(self._codes, alone=size.nodes == 1):
+            if self._is_asked or not _is_to_be_started_again(self._codes, alone=self._is_alone):
                 return None
             why = f"nobody trains any more ({', '.join(sorted({_how(code) for code in self._codes}))})"
             if self._restarts >= size.max_restarts:
                 return _say(f"{why}; the job is not started again: {self._used_up()}")
             self._restarts += 1
-            _say(f"{why}: the job is started again, {self._count()}")
+            what = "all are started again to stand by" if self._stands_by else "the job is started again"
+            _say(f"{why}: {what}, {self._count()}")
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether nobody else could still go on with the job."""
+        return self._size.nodes == 1 and not self._stands_by
 
     @property
     def _is_asked(self) -> bool:
@@ -121,7 +132,7 @@ class Crew:
     def _is_at_work(self) -> bool:
         if time.monotonic() > self._ends_at:
             return False
-        if self._size.nodes > 1 and Restart.exit_code not in self._codes:
+        if not self._is_alone and Restart.exit_code not in self._codes:
             return bool(self._members)  # a spare of this node may be needed by another
         return any(one.rank is not None for one in self._members)
 
@@ -161,7 +172,7 @@ class Crew:
                 self._see_off(one, one.process.returncode)
 
     def _see_off(self, one: _Member, code: int) -> None:
-        if one.rank is not None:
+        if one.rank is not None or (code == 0 and not self._is_alone):  # a spare leaves so when the run is over
             self._codes.append(code)
         if code != 0 and not self._is_asked:
             _say(f"{one} {_how(code)}: {self._make_good(one, code)}")
@@ -204,6 +215,9 @@ class Crew:
                 number, rank = map(int, self._ear.recv(64).split())
             except BlockingIOError:
                 return
+            if rank < 0:  # the others of the job went on without those of this node, who must not be ranks of it again
+                self._stands_by = not self._is_alone
+                continue
             for one in self._members:
                 one.rank = rank if one.number == number else one.rank
 
@@ -245,7 +259,10 @@ def _free_port() -> Iterator[int]:
 
 
 def tell_crew(rank: int) -> None:
-    """Say which rank this process has from now on, to the crew that it belongs to, if there is one."""
+    """Say which rank this process has from now on, to the crew that it belongs to, if there is one.
+
+    None of them (-1): the others went on without it, and whoever comes after it may only stand by.
+    """
     name, _, number = os.environ.get(_VARIABLE, "").partition(":")
     if not name:
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 from everstep.config import Policy
 from everstep.errors import KeeperLost
 from everstep.keeper.process import start
-from everstep.keeper.protocol import Bye, Channel, Enrol, Lost, Message, Stand, View, connect
+from everstep.keeper.protocol import Bye, Channel, Charter, Enrol, Free, Lost, Message, Stand, Stuck, View, connect
 
 _AGAIN_S = 0.1  # between two attempts to find a keeper
 _GONE_S = 10.0  # without a keeper, after which a spare takes the run for over
@@ -24,9 +24,14 @@ _GONE_S = 10.0  # without a keeper, after which a spare takes the run for over
 
 class Line:
     def __init__(
-        self, run: str, directory: Path, on_loss: tuple[Policy, ...], detect_s: float, lost: Callable[[Lost], None]
-    ) -> None:
-        """`lost`: what is done when somebody is; it is called in a thread of the line."""
+        self, run: str, directory: Path, on_loss: tuple[Policy, ...], detect_s: float, lost: Callable[[Lost], None],
+        charter: Charter | None = None,
+    ) -> None:  # fmt: skip
+        """`lost`: what is done when somebody is; it is called in a thread of the line.
+
+        `charter`: of the job's council, where it has several nodes.
+        """
+        self.charter = charter
         self._run, self._directory, self._on_loss, self._detect_s = run, directory, on_loss, detect_s
         self._lost = lost
         self._worker = uuid.uuid4().hex
@@ -41,7 +46,7 @@ class Line:
         self._enrolled = Enrol(
             worker=self._worker,
             job=job, pid=os.getpid(), view=view, rank=rank, world=world, on_loss=self._on_loss,
-            detect_s=self._detect_s,
+            detect_s=self._detect_s, charter=self.charter,
         )  # fmt: skip
         if self._channel is None:
             self._introduce()
@@ -52,10 +57,19 @@ class Line:
         self._standing = Stand(view=view, address=address)
         self._send(self._standing)
         called = self._views.get()
-        self._standing = None
+        while called is not None and called.number <= view:
+            called = self._views.get()  # it was called to that one twice
         if called is not None:
+            self.charter = called.charter or self.charter
             self.enrol(job=called.job, view=called.number, rank=called.rank, world=called.world)
+        self._standing = None
         return called
+
+    def stuck(self, view: int, reason: str) -> None:
+        self._send(Stuck(view=view, reason=reason))
+
+    def free(self, view: int) -> None:
+        self._send(Free(view=view))
 
     def close(self, *, final: bool) -> None:
         """In good order. `final`: the loop is over, so nobody is to take this process for lost."""
@@ -72,13 +86,13 @@ class Line:
             return  # the listening thread introduces us to the next keeper
 
     def _introduce(self) -> bool:
-        """Find a keeper; a spare starts none: without one there is no run to join."""
+        """Find a keeper. A spare starts one only if the run is on other nodes: else there is no run to join."""
         assert self._enrolled is not None
         began = time.monotonic()
         while not self._is_over:
             channel = connect(self._run)
             is_spare = self._enrolled.rank < 0
-            if channel is None and not is_spare:
+            if channel is None and (not is_spare or self.charter is not None):
                 start(self._run, self._directory)
                 channel = connect(self._run)
             if channel is not None:
@@ -108,3 +122,6 @@ class Line:
                     self._lost(heard[0])
                 case View():
                     self._views.put(heard[0])
+                case Bye():  # the run is over
+                    self._views.put(None)
+                    return

@@ -53,15 +53,15 @@ class Living(Protocol):
         """`without`: the buckets and samples that the lost took with them."""
 
 
-class LiveStep:
-    """Entering it gives the batch. An error of the program leaves it as any error does; a lost peer's does not."""
+class _Bearing:
+    """An error of the program leaves it as any error does; a lost peer's does not."""
 
-    def __init__(self, batch: Any, is_by_loss: Callable[[BaseException], bool]) -> None:
-        self._batch, self._is_by_loss = batch, is_by_loss
+    def __init__(self, is_by_loss: Callable[[BaseException], bool]) -> None:
+        self._is_by_loss = is_by_loss
         self.failure = ""  # by a loss
 
     def __enter__(self) -> Any:
-        return self._batch
+        return None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -72,20 +72,43 @@ class LiveStep:
         return True
 
 
+class LiveStep(_Bearing):
+    """Entering it gives the batch."""
+
+    def __init__(self, batch: Any, is_by_loss: Callable[[BaseException], bool], presence: Presence) -> None:
+        super().__init__(is_by_loss)
+        self._batch, self._presence = batch, presence
+
+    def __enter__(self) -> Any:
+        self._presence.watch.work()
+        return self._batch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        is_borne = super().__exit__(kind, error, trace)
+        if not is_borne:
+            self._presence.set_free()
+        return is_borne
+
+
 def live_steps(run: Living, presence: Presence, forward: Forward | None) -> Iterator[LiveStep]:
     is_by_loss = presence.is_by_loss if forward is None else forward.is_by_loss
     batches = iter(run)
     while True:
-        between, batch = LiveStep(None, is_by_loss), None
+        presence.watch.work()
+        between, batch = _Bearing(is_by_loss), None
         with between:
             batch = next(batches, _END)
         if batch is _END:
             return
-        step = LiveStep(batch, is_by_loss)
+        step = LiveStep(batch, is_by_loss, presence)
         if not between.failure and (forward is not None or presence.lost is None):
             if forward is not None:
                 forward.enter()
+            presence.set_free()
             yield step
+            presence.watch.work()
             with between:
                 run.done()  # in which a loss can be noticed too
         if presence.lost is not None or (forward is not None and forward.is_under_way):
@@ -113,7 +136,7 @@ def _go_back(run: Living, presence: Presence) -> None:
     has_begun = False
     while not has_begun or presence.lost is not None:
         run.end_life()
-        beginning = LiveStep(None, presence.is_by_loss)
+        beginning = _Bearing(presence.is_by_loss)
         with beginning:
             presence.meet(presence.next_view())
             run.begin_again()
@@ -131,7 +154,7 @@ def _go_forward(run: Living, presence: Presence, forward: Forward, broken: str) 
         if then is Then.CARRY:
             carried = carried or run.carried()
         run.end_life()
-        beginning = LiveStep(None, presence.is_by_loss)
+        beginning = _Bearing(presence.is_by_loss)
         with beginning:
             broken = "" if then is Then.CARRY else _UNBEGUN
             if then is Then.MEET:

@@ -20,14 +20,16 @@ from everstep import topology
 from everstep.config import Settings
 from everstep.errors import BadConfig, Restart
 from everstep.events import WentOn
-from everstep.keeper.protocol import Lost, View
+from everstep.keeper.arrival import convene, find_run
+from everstep.keeper.protocol import Charter, Lost, View
 from everstep.keeper.views import SPARE
 from everstep.live.crew import tell_crew
 from everstep.live.line import Line
-from everstep.store.disk import DiskTier
-from everstep.store.manifest import run_name
+from everstep.live.watch import Watch
 from everstep.topology import Formed, Topology
 
+_PATIENCE = 2  # detection times until a loss that was noticed must be heard of,
+_PATIENCE_OF_NODES = 4  # and where keepers tell each other, and one may have to follow another
 _MEET = timedelta(seconds=30)  # until all who were called must have met
 _TRY = timedelta(seconds=1)  # to find the one with whom they meet
 _LOOK_S = 0.2  # between two looks of a spare for a run that it could join
@@ -41,41 +43,55 @@ class Presence:
             raise BadConfig("on_loss needs a process group that can be interrupted: everstep.init_process_group()")
         self._settings, self._how = settings, how
         self._line: Line | None = None
+        self._host = "127.0.0.1"  # where others find this process
         self._changed = threading.Condition()
         self._server: Any = None  # where those of this view have met, if it was here
         self._called: View | None = None
         self._rank = SPARE
+        self._stands_by = True  # it has had no place yet
         self.view = 0
         self.lost: Lost | None = None  # how the present view ended, once it has
+        self.watch = Watch(settings.detect_s, self._alarm)
         self._times = [0.0, 0.0, 0.0]  # when the loss was heard, this process stood still, and all had met
 
     def enrol(self, run: str, job: str, place: Topology) -> None:
         """`job`: what all ranks of this start have in common."""
         if self._line is None:
-            self._line = self._open(run)
-            self._rank = place.rank
+            charter = None
+            if place.has_many_nodes:
+                charter = convene(run, job, self._settings, place)
+                self._host = charter.host
+            self._line = self._open(run, charter)
+            self._rank, self._stands_by = place.rank, False
             self._line.enrol(job=job, view=self.view, rank=place.rank, world=place.world)
         tell_crew(place.rank)
 
     def enrol_as_spare(self) -> None:
-        """Of the run that is in the directory, as soon as there is one."""
-        while self._line is None:
-            try:
-                self._line = self._open(run_name(DiskTier(self._settings.directory)))
-            except (FileNotFoundError, NotADirectoryError):
-                time.sleep(_LOOK_S)
+        """Of the run that has a keeper here, or of one that other nodes have, as soon as there is one."""
+        while (found := find_run(self._settings)) is None:
+            time.sleep(_LOOK_S)
+        run, charter = found
+        if charter is not None:
+            self._host = charter.host
+        self._line = self._open(run, charter)
         self._line.enrol(job="", view=0, rank=SPARE, world=0)
 
-    def _open(self, run: str) -> Line:
+    def _open(self, run: str, charter: Charter | None) -> Line:
         settings = self._settings
-        return Line(run, settings.directory, settings.on_loss, settings.detect_s, self._hear)
+        return Line(run, settings.directory, settings.on_loss, settings.detect_s, self._hear, charter)
 
     def next_view(self) -> View:
         """The present view has ended, or there was none: come to a stop, and wait for those who go on."""
         if self._is_fenced:
+            tell_crew(SPARE)
             raise Restart("this process was taken for lost, and the others went on without it")
+        self.watch.recover()
         called = self._stand(self._line) if self._line is not None else None
-        if called is None and not self.view:
+        while self._stands_by and called is not None and not called.world:
+            self.close(final=False)  # its job is gone, and may come again
+            self.enrol_as_spare()
+            called = self._stand(self._line) if self._line is not None else None
+        if called is None and self._stands_by:
             raise SystemExit(0)  # a spare: the run is over, and no place was free
         if called is None or not called.world:
             why = called.reason if called is not None else "the keeper is gone"
@@ -92,17 +108,22 @@ class Presence:
         if dist.is_initialized():
             dist.destroy_process_group()  # nothing hangs on it any more
         dist.distributed_c10d._world.group_count = 0  # groups are named by it, and one that was never formed counts too
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        address = f"127.0.0.1:{server.port}"
+        server = dist.TCPStore(self._host.strip("[]"), 0, is_master=True, wait_for_workers=False)
+        address = f"{self._host}:{server.port}"
         self._times[1] = time.monotonic()
         called = line.stand(self.view, address)
         if not self._times[0]:  # it stood by, and has lost nobody
             self._times[:2] = [time.monotonic()] * 2
-        if called is not None:
+        if called is not None and (called.world or not self._stands_by):
+            self._stands_by = False
+            if called.charter is not None:
+                self._host = called.charter.host
             with self._changed:
                 self.view, self._rank, self._called = called.number, called.rank, called
                 if self.lost is not None and self.lost.view < self.view:
                     self.lost = None
+            if not called.lost:
+                self.watch.learn()
             self._server = server if called.address == address else None
         return called
 
@@ -126,7 +147,7 @@ class Presence:
         deadline = time.monotonic() + _MEET.total_seconds()
         while self.lost is None:
             try:
-                return dist.TCPStore(host, port, is_master=False, timeout=_TRY)
+                return dist.TCPStore(host.strip("[]"), port, is_master=False, timeout=_TRY)
             except dist.DistNetworkError:
                 if time.monotonic() > deadline:
                     raise
@@ -138,7 +159,9 @@ class Presence:
             return False
         with self._changed:
             # a keeper that has just taken another's place needs that long to miss somebody: be more patient than it is
-            return self._changed.wait_for(lambda: self.lost is not None, 2 * self._settings.detect_s)
+            has_many_nodes = self._line is not None and self._line.charter is not None
+            patience = _PATIENCE_OF_NODES if has_many_nodes else _PATIENCE
+            return self._changed.wait_for(lambda: self.lost is not None, patience * self._settings.detect_s)
 
     @staticmethod
     def is_of_group(error: BaseException) -> bool:
@@ -157,9 +180,25 @@ class Presence:
         with self._changed:
             if lost.view < self.view:
                 return
-            self.lost, self._times[0] = lost, time.monotonic()
+            if self.lost is None:
+                self._times[0] = time.monotonic()
+            self.lost = lost
             self._changed.notify_all()
             self._how.wires.cut()
+        self._tell_if_free()
+
+    def set_free(self) -> None:
+        """The program is on its own time, until it enters a step or asks for the next one."""
+        self.watch.rest()
+        self._tell_if_free()
+
+    def _tell_if_free(self) -> None:
+        if self.lost is not None and self.watch.is_free and self._line is not None:
+            self._line.free(self.view)
+
+    def _alarm(self, took_s: float, longest_s: float) -> None:
+        if self.lost is None and self._line is not None:
+            self._line.stuck(self.view, f"in a step for {took_s:.1f} s, where the longest took {longest_s:.1f} s")
 
     def report(self, place: Topology, *, step: int, left_at: int, **without: int) -> WentOn:
         assert self._called is not None
@@ -167,7 +206,7 @@ class Presence:
         return WentOn(
             view=self.view, rank=place.rank, world=place.world, policy=self._called.policy, step=step, left_at=left_at,
             exact=self._called.policy == "spare", stopped_s=stood - heard, met_s=met - stood,
-            restored_s=time.monotonic() - met, reason=self._called.reason, **without,
+            restored_s=time.monotonic() - met, lost=self._called.ended, reason=self._called.reason, **without,
         )  # fmt: skip
 
     def close(self, *, final: bool) -> None:

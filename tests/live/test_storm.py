@@ -1,0 +1,72 @@
+"""Ranks are killed from outside, at random moments of a step or of a recovery, again and again in one run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from team import Here, Team, own, survivors
+
+from everstep.events import Called, Persisted, Started, WentOn, read_events
+from everstep.topology import process_alive
+
+WORLD = 3
+STEPS_PER_LOSS = 60
+
+
+def slowly(here: Here) -> None:
+    time.sleep(0.005)
+
+
+def strike(directory: Path, losses: int, seed: int) -> None:
+    """Kill one rank after the other; the next, when those who are left are called to go on, or soon after."""
+    chance = random.Random(seed)
+    await_all(lambda: len(list(directory.parent.glob("stands-*"))) == losses, "spares do not stand by")
+    await_all(lambda: any(isinstance(e, Persisted) for e in read_events(directory)), "there is nothing to go back to")
+    for number in range(losses):
+        await_all(lambda number=number: bool(ready_for(directory, number)), f"nobody went on after loss {number}")
+        victims = ready_for(directory, number)
+        time.sleep(chance.uniform(0.0, 0.3))
+        os.kill(chance.choice(victims), signal.SIGKILL)
+
+
+def await_all(is_so: Callable[[], bool], else_: str) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, else_
+        time.sleep(0.02)
+
+
+def ready_for(directory: Path, number: int) -> list[int]:
+    """Ranks that are alive, once they have been called after each of so many losses, and all of them have begun."""
+    events = read_events(directory) if directory.exists() else []
+    calls = [event for event in events if isinstance(event, Called)]
+    began = {event.rank: event.pid for event in events if isinstance(event, Started)}
+    if sum(len(call.lost) for call in calls) < number or len(began) < WORLD:
+        return []
+    if calls and not any(isinstance(event, WentOn) and event.view == calls[-1].view for event in events):
+        return []
+    return [pid for pid in began.values() if process_alive(pid)]
+
+
+@pytest.mark.parametrize(
+    "losses", [6, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(600)])], ids=["6", "50"]
+)
+@pytest.mark.parametrize("policies", [["spare"], ["rollback", "spare"], ["forward", "rollback", "spare"]], ids=str)
+def test_a_run_outlives_losses_at_random_moments(directory: Path, policies: list[str], losses: int) -> None:
+    team = Team(directory, WORLD, spares=losses, on_loss=policies, steps=losses * STEPS_PER_LOSS).start(slowly)
+    strike(directory, losses, seed=losses)
+    found = team.wait(120 + 4 * losses)
+    assert sum(ended.killed for ended in found.values()) == losses
+    left = survivors(found)
+    assert len(left) == WORLD
+    assert {one["step"] for one in left} == {losses * STEPS_PER_LOSS}
+    assert len({one["state"] for one in left}) == 1  # ranks are identical to each other
+    if policies == ["spare"]:
+        whole = Team(directory.with_name("whole"), WORLD, on_loss=policies, steps=losses * STEPS_PER_LOSS).start()
+        assert own(found) == own(whole.wait(120 + losses))
