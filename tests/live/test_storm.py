@@ -10,17 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from team import Here, Team, own, survivors
+from team import Act, Here, Team, own, survivors
 
 from everstep.events import Called, Persisted, Started, WentOn, read_events
 from everstep.topology import process_alive
 
 WORLD = 3
-STEPS_PER_LOSS = 60
+STEPS_PER_LOSS = 30
 
 
-def slowly(here: Here) -> None:
-    time.sleep(0.005)
+def slowly_until(over: Path) -> Act:
+    """So that the run does not end before the storm."""
+
+    def act(here: Here) -> None:
+        if not over.exists():
+            time.sleep(0.02)
+
+    return act
 
 
 def strike(directory: Path, losses: int, seed: int) -> None:
@@ -59,8 +65,11 @@ def ready_for(directory: Path, number: int) -> list[int]:
 )
 @pytest.mark.parametrize("policies", [["spare"], ["rollback", "spare"], ["forward", "rollback", "spare"]], ids=str)
 def test_a_run_outlives_losses_at_random_moments(directory: Path, policies: list[str], losses: int) -> None:
-    team = Team(directory, WORLD, spares=losses, on_loss=policies, steps=losses * STEPS_PER_LOSS).start(slowly)
+    over = directory.parent / "over"
+    team = Team(directory, WORLD, spares=losses, on_loss=policies, steps=losses * STEPS_PER_LOSS)
+    team.start(slowly_until(over))
     strike(directory, losses, seed=losses)
+    over.touch()
     found = team.wait(120 + 4 * losses)
     assert sum(ended.killed for ended in found.values()) == losses
     left = survivors(found)

@@ -266,7 +266,8 @@ class Assembly:
         if self._ended_at is None or not left:
             return
         world = self._world if self._lost else min(self._wished, self._world + len(self._spares()))
-        made = decide(world, left, self._spares(), self._policies, dict(enumerate(self.sitting.places)))
+        policies: tuple[Policy, ...] = ("spare",) if world > self._world else self._policies
+        made = decide(world, left, self._spares(), policies, dict(enumerate(self.sitting.places)))
         if made.policy != "spare" and "spare" in self._policies and now - self._followed_at < self._detect_s / 2:
             return  # spares may not have been heard of yet by who has just taken the chair
         heard = [node for node in self._nodes if self.silent_for(node, now) <= self._detect_s]
