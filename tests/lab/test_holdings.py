@@ -85,7 +85,7 @@ def test_each_kind_of_loss_is_survived_by_what_is_made_for_it() -> None:
     newest, step, sources = lost("partner", "cluster", set(LIKE_ALL))
     assert newest - step >= 1 and sources == ["disk"]
     newest, step, sources = lost("none", "node", {3})
-    assert newest - step > 30 and sources == ["shared"]
+    assert newest - step > 10 and sources == ["shared"]
     newest, step, sources = lost("log", "node", {3})
     assert newest - step <= 1 and "partner" in sources
     newest, step, sources = lost("log", "process", {3})

@@ -104,7 +104,7 @@ def _tell(scenario: Scenario, done: list[Outcome], total: int, json: bool) -> No
 
 def _row(one: Summary, sized: bool) -> list[str]:
     worst = sorted(one.wasted.items(), key=lambda item: -item[1].mean)
-    wasted = "\n".join(f"{_share(share)} {cause}" for cause, share in worst if share.mean >= 5e-5)
+    wasted = "\n".join(f"{share.mean:.2%} {cause}" for cause, share in worst if share.mean >= 5e-5)
     went_on = "\n".join(f"{times:,.4g} {policy}" for policy, times in one.recoveries.items())
     written = "\n".join(f"{human_bytes(int(size))} {tier}" for tier, size in one.bytes.items() if size)
     row = [one.strategy, _share(one.goodput), wasted, f"{one.steps_lost.mean:,.4g}", went_on, written]
