@@ -55,7 +55,7 @@ def test_it_still_is_when_known_ten_times_better() -> None:
 
 def test_the_interval_of_confidence_holds_the_truth_as_often_as_it_says() -> None:
     exact = 1 - waste_of_checkpoints(300.0, 30.0, MTBF_S, restart_s=90)
-    scenario = scenario_of(one_node(duration="2d"))
+    scenario = scenario_of(one_node(duration="1d"))
     goodputs = [one.goodput for one in lab.outcomes(scenario, 200)]
     estimates = [lab.Estimate.of(goodputs[first : first + 5]) for first in range(0, 200, 5)]
     hits = sum(abs(one.mean - exact) <= (one.within or 0) for one in estimates)

@@ -121,6 +121,12 @@ def test_a_failure_during_a_recovery_begins_it_again() -> None:
     assert twice.wasted_s["detection"] == 60
 
 
+def test_who_is_being_started_again_can_be_struck_again() -> None:
+    strikes = [Failure(1000.5, 0, (3,), "process"), Failure(1060.5, 0, (3,), "process")]
+    one = live(["restart"], *strikes)
+    assert (one.failures, one.recoveries, one.wasted_s["detection"]) == (2, {"restart": 1}, 60)
+
+
 def test_who_is_not_there_is_not_struck() -> None:
     strikes = [Failure(1000.5, 0, (3,), "node"), Failure(1001.0, 0, (3,), "node"), Failure(2000.0, 0, (3,), "node")]
     one = live(["rollback", "restart"], *strikes, spares=0)
