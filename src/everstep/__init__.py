@@ -3,9 +3,10 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events cadence tiers config image launch wires topology signals halt
+types errors events cadence checked tiers config image launch wires topology signals halt
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
+tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout host arena life copier shape snapshot extras position
 capture/        in which order DDP adds gradients up    reductions
@@ -32,6 +33,8 @@ live/           without leaving the loop                line watch presence regr
 live/           those who train, started and replaced   crew
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run
+lab/            what if: who fails when                 scenario trace failures
+lab/            and what a real run would decide then   rhythm holdings lifetime simulation outcome picture
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
 cli/            one file a command

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everstep.errors import BadConfig
 
-_RATES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+_SIZES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -21,10 +21,18 @@ def seconds(text: str, *, name: str) -> float:
 
 def bytes_per_s(text: object, *, name: str) -> float:
     """'500MB/s', '1.5 GB/s' as bytes a second; the units are decimal."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|kB|KB|MB|GB)/s\s*", text) if isinstance(text, str) else None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|kB|KB|MB|GB|TB)/s\s*", text) if isinstance(text, str) else None
     if not match or float(match[1]) <= 0:
         raise BadConfig(f"{name} must be a rate such as '500MB/s', '800KB/s' or '1.5GB/s', not {text!r}")
-    return float(match[1]) * _RATES[match[2]]
+    return float(match[1]) * _SIZES[match[2]]
+
+
+def byte_count(text: object, *, name: str) -> int:
+    """'1.5GB', '900 MB' as bytes; the units are decimal."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|kB|KB|MB|GB|TB)\s*", text) if isinstance(text, str) else None
+    if not match or float(match[1]) <= 0:
+        raise BadConfig(f"{name} must be a size such as '500MB', '1.5GB' or '2TB', not {text!r}")
+    return round(float(match[1]) * _SIZES[match[2]])
 
 
 @dataclass(frozen=True, slots=True)

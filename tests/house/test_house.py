@@ -24,12 +24,13 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 DECISIONS = "tune"  # beside the road, and asked by anybody on it
 ROAD = ("capture", "store", "protect", "keeper", "recover", "live")  # in the order of travel
 DOORS = ("run", "archive")
-BESIDE = ("cli", "testing", "integrations")
+BESIDE = ("cli", "testing", "integrations", "lab")
 GROUND = {path.stem for path in FILES if len(path.parts) == 1} - {"__init__", *DOORS, *BESIDE}
 PURE = (
     Path("recover/plan.py"),
     Path("store/retain.py"),
     Path("halt.py"),
+    Path("checked.py"),
     Path("protect/groups.py"),
     Path("protect/stripes.py"),
     Path("keeper/views.py"),
@@ -89,14 +90,14 @@ def test_a_room_imports_the_ground_and_earlier_rooms_only(file: Path) -> None:
     elif room == "__init__":
         allowed = GROUND | set(DOORS)
     else:
-        allowed = GROUND | {*ROAD, *DOORS, DECISIONS, room}
+        allowed = GROUND | {*ROAD, *DOORS, DECISIONS, room} | ({"lab"} if room == "cli" else set())
     assert rooms(file) <= allowed, f"{file} knows {sorted(rooms(file) - allowed)}"
 
 
 def test_every_file_has_its_place_in_the_house() -> None:
     top = {file.parts[0].removesuffix(".py") for file in FILES}
     assert top == {"__init__", *GROUND, *ROAD, *DOORS, *BESIDE, DECISIONS}
-    assert {file.parts[0] for file in FILES if len(file.parts) > 1} == {*ROAD, DECISIONS, "cli", "integrations"}
+    assert {file.parts[0] for file in FILES if len(file.parts) > 1} == {*ROAD, DECISIONS, "cli", "integrations", "lab"}
     assert not any("utils" in str(file) or "helpers" in str(file) for file in FILES)
 
 
@@ -114,7 +115,7 @@ def test_decisions_touch_no_clock_file_socket_or_tensor(file: Path) -> None:
         "typing",
     }
     assert {name.split(".")[0] for name in imports(file)} <= harmless | {"everstep"}
-    assert rooms(file) <= {"types", "config", "cadence", "errors", DECISIONS}
+    assert rooms(file) <= {"types", "config", "cadence", "checked", "errors", DECISIONS}
     called = {dotted(node.func) for node in ast.walk(tree(file)) if isinstance(node, ast.Call)}
     assert not called & {"open", "print", "input", "__import__", "exec", "eval"}
 
@@ -161,6 +162,23 @@ def test_reading_commands_start_without_torch(words: str, killed_run: Path) -> N
     assert ended.stdout
     assert "torch" not in ended.stderr.split()
     assert words != "ls" or "numpy" not in ended.stderr.split()
+
+
+@pytest.mark.parametrize("words", ["simulate spares", "simulate --list", "tune --state 1GB --step 1s"])
+def test_what_needs_no_run_starts_without_torch(words: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SEE_WHAT_WAS_LOADED, *words.split()], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+    assert "torch" not in ended.stderr.split()
+
+
+def test_the_scenarios_are_shipped() -> None:
+    from hatchling.builders.wheel import WheelBuilder
+
+    shipped = {file.distribution_path for file in WheelBuilder(str(PACKAGE.parents[1])).recurse_included_files()}
+    assert {f"everstep/lab/scenarios/{path.name}" for path in (PACKAGE / "lab/scenarios").glob("*.toml")} <= shipped
 
 
 # -- the public face

@@ -21,13 +21,11 @@ from everstep.capture.snapshot import Capture
 from everstep.capture.update import kinds_of_device, parameters_of, why_no_replica
 from everstep.events import Chose, Degraded, Sink, Tuned
 from everstep.topology import exchange
-from everstep.tune.controller import Controller, Measured, merge
-from everstep.tune.models import has_moved
+from everstep.tune.controller import REBASE, Controller, Measured, merge
+from everstep.tune.models import has_moved, sticking_out
 from everstep.tune.strategy import Way
 
 WINDOW = 64  # steps between two decisions
-REBASE = 4  # a replica needs true bases only to be compared with: so many times more rarely than a log does
-_HIDES = 0.9  # forward and backward, of a step: what copies have before an update waits for them
 
 
 def followed(subjects: Subjects, emit: Sink) -> str:
@@ -125,9 +123,9 @@ class Steering:
         base_stall_s = median(self._bases) if self._bases else -1.0
         record_stall_s = median(self._records) if self._records else -1.0
         if on_device and self._bases:
-            base_stall_s = max(0.0, self._capture.copy_s - _HIDES * step_s)
+            base_stall_s = sticking_out(self._capture.copy_s, step_s)
         if on_device and recorder is not None and self._records:
-            record_stall_s = max(0.0, recorder.copy_s - _HIDES * step_s)
+            record_stall_s = sticking_out(recorder.copy_s, step_s)
         measured = Measured(
             step_s=step_s, base_stall_s=base_stall_s, base_write_s=base_write_s, base_bytes=base_bytes,
             record_stall_s=record_stall_s, record_write_s=record_write_s,

@@ -35,11 +35,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 def human_bytes(count: int) -> str:
     size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
-    return f"{size:.2f} TB"
+    return f"{size:.1f} EB"
 
 
 def human_seconds(seconds: float | None) -> str:

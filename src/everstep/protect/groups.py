@@ -161,12 +161,15 @@ class _Ring:
 
     def _candidates(self, node: int, fresh: bool = False) -> Iterator[int]:
         """Who may hold another copy of a node; first, or with `fresh` only, those whose domains hold none of it."""
-        around = [(node + self.largest + step) % len(self.nodes) for step in range(len(self.nodes))]
-        allowed = [one for one in around if self.domain[one] != self.domain[node] and one not in self.holders[node]]
         used = {self.domain[holder] for holder in self.holders[node]}
-        yield from (one for one in allowed if self.domain[one] not in used)
+
+        def around() -> Iterator[int]:
+            others = ((node + self.largest + step) % len(self.nodes) for step in range(len(self.nodes)))
+            return (one for one in others if self.domain[one] != self.domain[node] and one not in self.holders[node])
+
+        yield from (one for one in around() if self.domain[one] not in used)
         if not fresh:
-            yield from (one for one in allowed if self.domain[one] in used)
+            yield from (one for one in around() if self.domain[one] in used)
 
 
 # -- sentences

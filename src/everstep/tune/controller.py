@@ -14,6 +14,7 @@ from everstep.cadence import Every
 from everstep.tune.models import Costs, Tuning, steps_per_base
 from everstep.tune.strategy import Choice, Way, Wish, choose
 
+REBASE = 4  # a replica needs true bases only to be compared with: so many times more rarely than a log does
 _FIRST = 32  # steps per base before anything is measured
 
 

@@ -17,6 +17,7 @@ DISK_SHARE = 0.5  # and takes at most this share of the space that is left
 WRITING_SHARE = 0.1  # of its time, that a disk writes bases at most: the log needs it too
 REPLAY_SHARE = 0.2  # assumed of a device: repeating an update takes this share of a step
 UNBOUNDED = 1_000_000  # steps; where nothing sets a limit, this does
+_HIDES = 0.9  # forward and backward, of a step: what copies have before an update waits for them
 
 INTERVAL = "sqrt(2 M C_F / r) / T"
 GROUP = "sqrt(2 M C_D) / T"
@@ -124,6 +125,11 @@ def _clip(
         if min(limit, UNBOUNDED) > value:
             value, bound = min(limit, UNBOUNDED), name
     return max(1, floor(value) if value < inf else UNBOUNDED), bound
+
+
+def sticking_out(copy_s: float, step_s: float) -> float:
+    """The stall of a copy off a device: what does not hide behind forward and backward."""
+    return max(0.0, copy_s - _HIDES * step_s)
 
 
 def has_moved(before: int | None, now: int) -> bool:
