@@ -34,6 +34,10 @@ class Wires:
             except OSError:
                 continue  # it was closed by its other end, or in this very moment by ours
 
+    @property
+    def are_being_made(self) -> bool:
+        return self._before is not None
+
     def _known(self) -> dict[int, str]:
         before = self._before
         return self.sockets if before is None else dict(_sockets().items() - before.items())

@@ -40,6 +40,11 @@ def test_a_rank_dies_before_some_operations(rank: int, stage: Make) -> None:
     walk(stage, range(14 + rank, 60, 17), rank, reboot=False)
 
 
+def test_what_one_rank_has_committed_stays_whole_while_the_other_ends(stage: Make) -> None:
+    """Each has a keeper of its own, and the first to have its part in place waits for the other to commit both."""
+    walk(stage, range(72, 93, 3), 0, reboot=True)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("reboot", [False, True], ids=["killed", "rebooted"])
 @pytest.mark.parametrize("rank", [0, 1])

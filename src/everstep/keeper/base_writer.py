@@ -154,7 +154,9 @@ class BaseWriter:
         for session, arena, slot in zip(sessions, arenas, slots, strict=True):
             assert arena is not None and slot is not None
             try:
-                part = flush.persist_part(self._tier, arena, slot, torch_version=session.hello.torch)
+                part = flush.part_in_place(self._tier, arena, slot, session.hello.run) or flush.persist_part(
+                    self._tier, arena, slot, torch_version=session.hello.torch
+                )
             except Damaged as error:
                 arena.unseal(slot)  # so that the next best is taken
                 self._emit(Rejected(step=step, source="memory", reason=str(error)))

@@ -15,11 +15,7 @@ from everstep.keeper.sinking import Sinking
 from everstep.keeper.transit import CalledOff, Transit
 from everstep.store.claim import sign
 from everstep.store.log import cut_after, strangers
-from everstep.store.manifest import (
-    committed_steps,
-    read_single_part,
-    step_folder,
-)
+from everstep.store.manifest import committed_steps
 from everstep.store.tier import Tier
 from everstep.tiers import Deeper, Shared, rate_of
 from everstep.types import Source
@@ -96,7 +92,7 @@ class DeeperWork:
     def _bring(self, base: HeldBase, transit: Transit) -> int:
         size = 0
         for arena, slot, seal in base.images():
-            if self._has(base.step, arena.rank, seal.generation, seal.length):
+            if flush.part_in_place(self._tier, arena, slot, self._hello.run) is not None:
                 transit.count(seal.length)
                 continue  # brought before something failed
             torch = self._hello.torch
@@ -106,13 +102,6 @@ class DeeperWork:
             size += part.bytes
         self._commit(base.step)
         return size
-
-    def _has(self, step: int, rank: int, generation: str, size: int) -> bool:
-        try:
-            part = read_single_part(self._tier, step, rank, self._hello.run, step_folder)
-        except (FileNotFoundError, Damaged):
-            return False
-        return (part.generation, part.bytes) == (generation, size)
 
     def _commit(self, step: int) -> bool:
         """By whoever brings the last part; if that one could not see the others' yet, by the first who can."""

@@ -27,6 +27,7 @@ from everstep.store.manifest import (
     read_data,
     read_part,
     read_record,
+    read_single_part,
     step_folder,
     step_folders,
     uncovered,
@@ -71,6 +72,19 @@ def persist_part(
     )  # fmt: skip
     tier.put(part_file, memoryview(encode(part)))
     return part
+
+
+def part_in_place(tier: Tier, arena: Arena, slot: int, run: str) -> Part | None:
+    """A part that was written before, and waits for those of others: one of them may commit it at any time."""
+    seal = arena.seals().get(slot)
+    if seal is None:
+        return None
+    try:
+        part = read_single_part(tier, seal.step, arena.rank, run, step_folder)
+    except (FileNotFoundError, Damaged):
+        return None
+    is_same = (part.generation, part.bytes, part.cut_time) == (seal.generation, seal.length, seal.cut_time)
+    return part if is_same else None
 
 
 def commit(tier: Tier, step: int, ranks: Sequence[int], world: int, generation: str) -> bool:

@@ -32,6 +32,7 @@ _PATIENCE = 2  # detection times until a loss that was noticed must be heard of,
 _PATIENCE_OF_NODES = 4  # and where keepers tell each other, and one may have to follow another
 _MEET = timedelta(seconds=30)  # until all who were called must have met
 _TRY = timedelta(seconds=1)  # to find the one with whom they meet
+_CUT_AGAIN_S = 0.02
 _LOOK_S = 0.2  # between two looks of a spare for a run that it could join
 _OF_TORCH = ("gloo", "nccl", "connection", "socket", "broken pipe", "store", "process group", "aborted")
 
@@ -185,7 +186,16 @@ class Presence:
             self.lost = lost
             self._changed.notify_all()
             self._how.wires.cut()
+        if self._how.wires.are_being_made:
+            threading.Thread(target=self._keep_cutting, args=(self._how,), name="everstep-cut", daemon=True).start()
         self._tell_if_free()
+
+    @staticmethod
+    def _keep_cutting(how: Formed) -> None:
+        """A group that is being formed dials again, and opens more: until it gives up."""
+        while how.wires.are_being_made:
+            how.wires.cut()
+            time.sleep(_CUT_AGAIN_S)
 
     def set_free(self) -> None:
         """The program is on its own time, until it enters a step or asks for the next one."""
