@@ -342,12 +342,12 @@ def unit(text: str) -> None:
 def parts(quick: bool) -> dict[str, int]:
     """Part -> units of work that it reports."""
     states = {"64": 6, "1024": 6, "8192": 6} if not quick else {"64": 6}
-    return ({} if quick else {"gpt2": 6}) | states | {"training": 3 if quick else 10, "memory": 2}
+    return ({} if quick else {"gpt2": 6}) | states | {"training": 3 if quick else 8, "memory": 2}
 
 
 def run_part(part: str, scratch: Path, quick: bool) -> dict[str, Any]:
     if part == "training":
-        return bench_training(scratch, 3 if quick else 10)
+        return bench_training(scratch, 3 if quick else 8)
     if part == "memory":
         return bench_memory(scratch, 400 if quick else 2000)
     return bench_state(part, scratch, 3)
