@@ -61,7 +61,8 @@ def test_what_is_wrong_is_said_before_anything_is_started(words: list[str], said
 
 def test_under_srun_each_node_has_its_workers_and_all_meet_on_the_first(tmp_path: Path) -> None:
     slurm = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[7-8]"}
-    show = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
+    names = "('RANK', 'WORLD_SIZE', 'MASTER_ADDR')"
+    show = f"import os; os.write(1, ' '.join([os.environ[n] for n in {names}]).encode() + bytes([10]))"  # at once
     command = [sys.executable, "-m", "everstep.cli", "run", "--nproc", "2", "--", sys.executable, "-c", show]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment() | slurm, cwd=tmp_path)
     assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, ["2 4 gpu7", "3 4 gpu7"]), ended.stderr

@@ -87,6 +87,7 @@ def test_what_is_done_when_somebody_interrupts_can_be_read(
     cli: Cli, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who started this may have had it ignored
 
     class Interrupted(Lifetime):
         def run(self):  # type: ignore[no-untyped-def]
@@ -104,6 +105,7 @@ def test_what_is_done_when_somebody_interrupts_can_be_read(
     assert len((tmp_path / "runs.csv").read_text().splitlines()) == 4
     count = 3
     said = cli("simulate", scenario)
+    signal.signal(signal.SIGINT, before)
     assert said.code == 130 and "two strategies: 0 runs of 6, interrupted" in said.out
 
 
@@ -124,7 +126,8 @@ def test_a_process_that_is_interrupted_leaves_what_it_has(scenario: Path, tmp_pa
 
 
 _SLOW = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from everstep.cli import main
 from everstep.lab import simulation
 class Told(simulation.Lifetime):

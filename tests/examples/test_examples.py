@@ -33,6 +33,7 @@ def test_an_example_fits_a_page(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 80
 
 
+@pytest.mark.soak
 def test_a_lost_node_is_replaced_by_an_empty_one_and_the_job_goes_on_from_the_very_step(tmp_path: Path) -> None:
     said = run("bash", EXAMPLES / "two_nodes.sh", tmp_path)
     begun = re.findall(r"rank \d on (\w+): goes on from step (\w+)", said)

@@ -95,6 +95,7 @@ def test_the_first_node_may_be_lost_and_another_takes_the_chair(camp: Any) -> No
     assert called.lost_nodes == (nodes.nodes[0],)
 
 
+@pytest.mark.soak
 def test_with_restart_all_leave_and_the_next_start_goes_on(camp: Any, undisturbed: Any) -> None:
     nodes = camp(1, 1, 1, on_loss=["spare", "restart"])
     found = nodes.start(nodes.lose_at(5, 2)).wait()

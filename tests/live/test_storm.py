@@ -63,7 +63,11 @@ def ready_for(directory: Path, number: int) -> list[int]:
 @pytest.mark.parametrize(
     "losses", [6, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(600)])], ids=["6", "50"]
 )
-@pytest.mark.parametrize("policies", [["spare"], ["rollback", "spare"], ["forward", "rollback", "spare"]], ids=str)
+@pytest.mark.parametrize(
+    "policies",
+    [pytest.param(["spare"], marks=pytest.mark.soak), ["rollback", "spare"], ["forward", "rollback", "spare"]],
+    ids=str,
+)
 def test_a_run_outlives_losses_at_random_moments(directory: Path, policies: list[str], losses: int) -> None:
     over = directory.parent / "over"
     team = Team(directory, WORLD, spares=losses, on_loss=policies, steps=losses * STEPS_PER_LOSS)

@@ -53,6 +53,7 @@ def reached(directory: Path) -> int:
         return 0  # it has not begun
 
 
+@pytest.mark.soak
 def test_a_worker_killed_at_any_moment_is_replaced_and_the_result_is_the_same_to_the_bit(
     directory: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_spare_that_is_asked_to_leave_has_no_step_to_finish_and_leaves_at_once
     assert [found[name].code for name in range(3)] == [0, 0, 128 + signal.SIGTERM]
 
 
+@pytest.mark.soak
 def test_a_halt_is_for_all_ranks_and_no_spare_takes_the_place_of_one_that_leaves(
     directory: Path, tmp_path: Path
 ) -> None:
