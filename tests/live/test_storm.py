@@ -16,7 +16,7 @@ from everstep.events import Called, Persisted, Started, WentOn, read_events
 from everstep.topology import process_alive
 
 WORLD = 3
-STEPS_PER_LOSS = 60
+STEPS_PER_LOSS = 200
 
 
 def slowly_until(over: Path) -> Act:
