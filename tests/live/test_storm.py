@@ -65,7 +65,11 @@ def ready_for(directory: Path, number: int) -> list[int]:
 )
 @pytest.mark.parametrize(
     "policies",
-    [pytest.param(["spare"], marks=pytest.mark.soak), ["rollback", "spare"], ["forward", "rollback", "spare"]],
+    [
+        pytest.param(["spare"], marks=pytest.mark.soak),
+        ["rollback", "spare"],
+        pytest.param(["forward", "rollback", "spare"], marks=pytest.mark.soak),
+    ],
     ids=str,
 )
 def test_a_run_outlives_losses_at_random_moments(directory: Path, policies: list[str], losses: int) -> None:
