@@ -60,6 +60,7 @@ def ready_for(directory: Path, number: int) -> list[int]:
     return [pid for pid in began.values() if process_alive(pid)]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "losses", [6, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(600)])], ids=["6", "50"]
 )
