@@ -1,6 +1,6 @@
 """What it costs to have every step: speed, size and recovery of the log.
 
-    python bench/log.py [--quick] [--only durable,ranks,recovery] [--out DIR] [--scratch DIR]      on a CPU
+    python bench/log.py [--quick] [--only durable,ranks,gaps,recovery] [--out DIR] [--scratch DIR]      on a CPU
     python bench/log.py --gpu [--quick] [--only gpt2,bert] [--budget S]                            on one CUDA device
 
 Blocks of steps take turns in one process (bench/log_turns.py), so every ratio comes from one run.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,22 +21,29 @@ from typing import Any, get_args
 import gpu
 import log_gpu
 import torch
-import torch.distributed as dist
 from common import MB, Report, Stat, Table, Target, machine, timed
 from log_gpu import RATIO
 from log_peers import CheckFreq, Differences, TorchSave
+from log_ranks import bench_gaps, bench_ranks, gaps_report, ranks_report
 from log_recovery import bench_recovery, recovery_report
-from log_turns import ADAM_BYTES, Loop, Turns, Watched, Way, half_a_ring, newest_log, over, sizes, take_turns, troubles
-from torch import nn
+from log_turns import (
+    Loop,
+    Turns,
+    Watched,
+    Way,
+    over,
+    sizes,
+    steps_between_values,
+    take_turns,
+    troubles,
+)
 
 import everstep
 from everstep.capture.compress import TopK
-from everstep.capture.form import PACKED
 from everstep.config import Strategy
-from everstep.store.disk import DiskTier
 
 HERE = Path(__file__).parent
-PARTS = ("durable", "ranks", "recovery")
+PARTS = ("durable", "ranks", "gaps", "recovery")
 PLAIN, ALONE = "plain", "TopK(0.01), not kept"
 DENSE, PACKED_LOG, REPLICA = "Everstep, dense log", "Everstep, log of TopK(0.01)", "Everstep, replica"
 SNAPSHOT = "Everstep, snapshot on disk each step"
@@ -85,10 +91,10 @@ def _guarded(name: str, width: int, scratch: Path, rounds: int, **options: Any) 
     try:
         watched.warm_up(loop.step)
         ways = {PLAIN: Way()}
-        half = half_a_ring(directory) if run._keeping.compression is not None else 0
+        half = steps_between_values(directory) if run._keeping.compression is not None else 0
         if run._keeping.compression is not None:
             ways[ALONE] = Way(run._keeping.compression.end_step, hooks=(run._keeping.compression,))
-        # With residuals a block is as long as it takes to come to a flush, which then is a part of it.
+        # With residuals a block is as long as it takes to come to a save of them, which then is a part of it.
         ways[name] = Way(
             watched.done, hooks=None, steps=half + 2 if half else 0, behind=watched.behind,
             settle=partial(run.wait, "sealed" if half else "durable"),
@@ -106,7 +112,7 @@ def _guarded(name: str, width: int, scratch: Path, rounds: int, **options: Any) 
     row = _row(turns, name, PLAIN, each)
     row |= {"missed": watched.missed, "troubles": troubles(directory), "replica": status.get("replica")}
     row |= {
-        "half_ring": half,
+        "values_apart": half,
         "steps_per_base": per_base,
         "record_bytes": size["record"],
         "values_bytes": size["values"],
@@ -119,64 +125,6 @@ def _guarded(name: str, width: int, scratch: Path, rounds: int, **options: Any) 
 
 def _row(turns: dict[str, Turns], name: str, base: str, size: float) -> dict[str, Any]:
     return {**asdict(turns[name]), "plain_s": turns[base].step_s, "over": over(turns, name, base).values, "bytes": size}
-
-
-# -- part: ranks
-
-
-def bench_ranks(scratch: Path, quick: bool) -> dict[str, Any]:
-    return {str(world): _with_ranks(world, scratch, 12 if quick else 30) for world in (1, 2, 3)}
-
-
-def _with_ranks(world: int, scratch: Path, steps: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    root = Path(tempfile.mkdtemp(dir=scratch))
-    ranks = [context.Process(target=_as_rank, args=(rank, world, str(root), steps, answers)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(180)
-    if any(rank.exitcode != 0 for rank in ranks):
-        raise RuntimeError(f"with {world} ranks, they ended with {[rank.exitcode for rank in ranks]}")
-    found: dict[str, Any] = answers.get(timeout=10)
-    return found
-
-
-def _as_rank(rank: int, world: int, root: str, steps: int, answers: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/store", world), rank=rank, world_size=world)
-    torch.manual_seed(0)
-    layers = [nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512), nn.Tanh()] * 2
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    directory = Path(root) / "run"
-    run = everstep.guard(model, optimizer, dir=directory, strategy="log", compress=TopK(RATIO), linger="1s")
-    for _ in range(steps):
-        model(torch.randn(8, 512)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.done()
-    run.wait("durable")
-    dist.barrier()
-    if rank == 0:
-        size = sum(p.numel() for p in model.parameters())
-        half = half_a_ring(directory)
-        found = {"parameters": size, "half_ring": half, "packed": _packed_bytes(directory, world)}
-        answers.put({**sizes(directory, world), **found})
-        answers.close()
-        answers.join_thread()
-    dist.barrier()
-    run.close()
-    dist.destroy_process_group()
-
-
-def _packed_bytes(directory: Path, world: int) -> int:
-    """What the compressor made of the gradients of one step, over all ranks."""
-    tier = DiskTier(directory)
-    logs = [newest_log(tier, rank) for rank in range(world)]
-    layouts = [log.layout for log in logs if log is not None and log.layout is not None]
-    return sum(piece.length for layout in layouts for piece in layout.pieces if piece.name.startswith(PACKED))
 
 
 # -- what is said about it
@@ -212,7 +160,7 @@ _DURABLE_NOTE = (
     "the end of a block, before anything is waited for. torch.save and CheckFreq's way keep one file; naive "
     "differences are the largest hundredth of what changed in parameters and moments, and cannot be recovered exactly. "
     "MB a step of "
-    "Everstep: a record, one save of residuals over the records that gather before it, and a base over the steps "
+    "Everstep: a record, one save of residuals over the steps between two, and a base over the steps "
     "between two; for the snapshot, one of them. Fresh tokens each step, denormals flushed."
 )
 
@@ -221,8 +169,8 @@ def _remarks(row: dict[str, Any]) -> str:
     said = []
     if "over_alone" in row:
         said.append(
-            f"{Stat(row['over_alone']).text(100)} % over the compressor alone; a flush every {row['half_ring']} "
-            "records, so up to as many steps behind"
+            f"{Stat(row['over_alone']).text(100)} % over the compressor alone; residuals are saved every "
+            f"{row['values_apart']} steps, so up to as many behind"
         )
     if row.get("replica"):
         replica = row["replica"]
@@ -230,34 +178,6 @@ def _remarks(row: dict[str, Any]) -> str:
     if row.get("missed"):
         said.append(f"{row['missed']} steps without a record")
     return "; ".join(said + row.get("troubles", []))
-
-
-def ranks_report(report: Report, found: dict[str, Any]) -> None:
-    table = Table(
-        "Bytes a step of TopK(0.01), over all ranks",
-        ["ranks", "packed kB", "records kB", "of an Adam checkpoint", "residuals kB", "with residuals"],
-        note=f"DDP over gloo, {found['1']['parameters'] / MB:.1f}M parameters. Packed: indices and values, merged over "
-        "ranks; records: all of them as they lie on the disk, with the random state and scalars of each rank. "
-        "Residuals are state of each rank: one save of all of them over the records that gather before one.",
-    )
-    shares = {}
-    for world, row in found.items():
-        whole = ADAM_BYTES * row["parameters"]
-        values = row["values"] / max(1, row["half_ring"])
-        shares[world] = row["record"] / whole, (row["record"] + values) / whole
-        table.rows.append([
-            world, f"{row['packed'] / 1e3:.1f}", f"{row['record'] / 1e3:.1f}", f"{shares[world][0]:.2%}",
-            f"{values / 1e3:.1f}", f"{shares[world][1]:.2%}",
-        ])  # fmt: skip
-    report.tables.append(table)
-    grows = [row["packed"] for row in found.values()]
-    report.targets += [
-        Target(f"bytes a step, two ranks, {what}", "<= 1.2 % of an Adam checkpoint", f"{part:.2%}", part <= 0.012)
-        for what, part in zip(("records", "records and residuals"), shares["2"], strict=True)
-    ]
-    report.targets.append(
-        Target("packed bytes with more ranks", "1x", f"{max(grows) / grows[0]:.3f}x", max(grows) <= grows[0] * 1.001)
-    )
 
 
 # -- door
@@ -268,7 +188,7 @@ def run_cpu(given: argparse.Namespace, report: Report) -> None:
     wanted = [part for part in PARTS if not given.only or part in given.only.split(",")]
     parts: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
         "durable": (bench_durable, durable_report), "ranks": (bench_ranks, ranks_report),
-        "recovery": (bench_recovery, recovery_report),
+        "gaps": (bench_gaps, gaps_report), "recovery": (bench_recovery, recovery_report),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=given.scratch, ignore_cleanup_errors=True) as folder:
         for part in wanted:
@@ -306,7 +226,8 @@ def main() -> None:
     command = " ".join(["python bench/log.py", *itertools.takewhile(lambda word: word != "--out", sys.argv[1:])])
     report = Report(title=f"Every step by the log, on {where}", command=command, machine=machine())
     (run_gpu if given.gpu else run_cpu)(given, report)
-    report.save(given.out, "log-gpu" if given.gpu else "log-cpu")
+    parts = given.only.replace(",", "-") if given.only and not given.gpu else ""  # beside the whole, not over it
+    report.save(given.out, "-".join(filter(None, ("log-gpu" if given.gpu else "log-cpu", parts))))
     print(report.markdown())
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import gpu
 import torch
 from common import MB, Report, Stat, Table, Target
-from log_turns import ADAM_BYTES, Turns, Watched, Way, half_a_ring, over, sizes, take_turns, troubles
+from log_turns import ADAM_BYTES, Turns, Watched, Way, over, sizes, steps_between_values, take_turns, troubles
 from torch import nn
 
 import everstep
@@ -45,7 +45,7 @@ class Found:
     cuts: int = 0
     missed: int = 0  # steps that have no record
     stall_s: float = 0.0  # host time in cuts and gates, per step that the log saw
-    half_ring: int = 0
+    values_apart: int = 0
     steps_per_base: int = 0
     bytes: dict[str, float] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)
@@ -120,12 +120,12 @@ def bench_kind(case: gpu.Case, kind: str, directory: Path, rounds: int, block_s:
         if run._keeping.compression is None:
             ways[LOG] = Way(watched.done, hooks=None, settle=partial(run.wait, "durable", 60))
         else:
-            found.half_ring = half_a_ring(directory)
+            found.values_apart = steps_between_values(directory)
             ways[PER_TENSOR] = Way(before=per_tensor(case.optimizer))
             ways[ALONE] = Way(run._keeping.compression.end_step, hooks=(run._keeping.compression,))
             # A block has one flush of records and residuals in it, as often as one comes in a long run.
             ways[LOG] = Way(
-                watched.done, hooks=None, steps=max(steps, found.half_ring + 2), settle=partial(run.wait, "sealed")
+                watched.done, hooks=None, steps=max(steps, found.values_apart + 2), settle=partial(run.wait, "sealed")
             )
         stalled = watched.stall_s()
         turns = take_turns(ways, case.step, case.optimizer, rounds=rounds, steps=steps, sync=sync)
@@ -239,7 +239,7 @@ def _topk_targets(report: Report, entry: dict[str, Any], found: Found) -> None:
 
 def a_step(found: Found) -> dict[str, float]:
     """Bytes on the disk for each step, as often as each kind of thing is written."""
-    values = found.bytes["values"] / max(1, found.half_ring)
+    values = found.bytes["values"] / max(1, found.values_apart)
     base = found.bytes["base"] / max(1, found.steps_per_base)
     return {
         "record": found.bytes["record"], "values": values, "base": base, "all but bases": found.bytes["record"] + values

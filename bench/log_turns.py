@@ -20,7 +20,7 @@ from torch import nn
 
 import everstep
 from everstep.capture.snapshot import _WATCHED_CUTS
-from everstep.events import ChainEnded, Degraded, RingMade, read_events
+from everstep.events import ChainEnded, Degraded, RingMade, Tuned, read_events
 from everstep.store.disk import DiskTier
 from everstep.store.log import LogRead, log_folder, log_name, scan, segments
 from everstep.store.manifest import committed_steps, run_name, step_folder, values_folder, values_steps
@@ -177,10 +177,12 @@ class Watched:
         self.run._capture._watched = None
 
 
-def half_a_ring(directory: Path) -> int:
-    """How many records gather before they are written, where values must follow them."""
-    made = [event for event in read_events(directory) if isinstance(event, RingMade)]
-    return made[-1].slots // 2 if made else 0
+def steps_between_values(directory: Path) -> int:
+    """How many steps the keeper has between two saves of values, where records need them; at first half a ring."""
+    events = read_events(directory)
+    told = [event.value for event in events if isinstance(event, Tuned) and event.what == "steps per save of values"]
+    made = [event.slots // 2 for event in events if isinstance(event, RingMade)]
+    return (told or made or [0])[-1]
 
 
 def troubles(directory: Path) -> list[str]:

@@ -13,7 +13,7 @@ capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
-store/          onto a medium, all or nothing           tier blocks disk memory manifest frame log retain
+store/          onto a medium, all or nothing           tier blocks disk memory manifest frame gaps log retain
 store/          an object store                         bucket objects
 store/          where it lies, and whose it is          places claim halts
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity

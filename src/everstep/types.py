@@ -27,6 +27,9 @@ World = Annotated[int, msgspec.Meta(ge=1, le=10**5)]
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Length = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 
+# Of a frame: the ranges that are kept as gaps between rising integers: where, bytes of an integer, bytes of the gaps.
+Gaps = tuple[tuple[Offset, Literal[4, 8], Length], ...]
+
 
 class Level(enum.IntEnum):
     """How far a checkpoint has climbed."""
@@ -158,7 +161,7 @@ class Commit(Noun, frozen=True, kw_only=True):
     digest: str = ""
 
 
-class Frame(Noun, frozen=True, kw_only=True):
+class Frame(Noun, frozen=True, kw_only=True, omit_defaults=True):
     """The header of one frame of a log: what the optimizers of one rank consumed in one step, or the log's layout."""
 
     format: int
@@ -171,6 +174,7 @@ class Frame(Noun, frozen=True, kw_only=True):
     kind: Literal["layout", "record"]
     layout: int  # digest of the image header that says what the bytes are
     ranges: tuple[tuple[Offset, Length], ...]  # which bytes of the image the payload holds: offset and length
+    gaps: Gaps = ()
 
     def __post_init__(self) -> None:
         place = 0
@@ -178,10 +182,16 @@ class Frame(Noun, frozen=True, kw_only=True):
             if offset < place:
                 raise ValueError(f"the bytes at {offset} come before {place}, where the last ones end")
             place = offset + length
+        lengths, place = dict(self.ranges), -1
+        for offset, item, stored in self.gaps:
+            if offset <= place or lengths.get(offset, 0) % item or stored >= lengths.get(offset, 0):
+                raise ValueError(f"no integers of {item} bytes are at {offset} that {stored} bytes stand for")
+            place = offset
 
     @property
     def payload_bytes(self) -> int:
-        return sum(length for _, length in self.ranges)
+        lengths = dict(self.ranges) | {offset: stored for offset, _, stored in self.gaps}
+        return sum(lengths.values())
 
 
 class ParityPart(Noun, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from everstep.capture import extras
 from everstep.capture.arena import Arena
 from everstep.store import frame as frames
 from everstep.store import objects
+from everstep.store.gaps import to_gaps
 from everstep.store.objects import ObjectTier
 
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
@@ -150,22 +151,28 @@ def test_a_record_is_made_as_the_document_says() -> None:
 
 
 def test_a_real_frame_has_its_values_where_the_document_says() -> None:
+    integers = struct.pack("<30i", *range(5, 33), 300, 1000)
+    gaps = to_gaps(memoryview(integers), 4)
+    assert gaps == struct.pack("<QQ", 5, 1) + bytes(27) + bytes([255, 12, 255, 255, 189]) and "`255, 12`" in TEXT
     frame = types.Frame(
-        format=1, run="a" * 32, generation="b" * 32, step=7, rank=3, world=5, cut_time=1.5, kind="record", layout=9,
-        ranges=((0, 4), (8, 2)),
+        format=2, run="a" * 32, generation="b" * 32, step=7, rank=3, world=5, cut_time=1.5, kind="record", layout=9,
+        ranges=((0, 4), (8, 120)), gaps=((8, 4, len(gaps)),),
     )  # fmt: skip
-    data = b"".join(frames.encode_frame(frame, [memoryview(b"four"), memoryview(b"22")], synced=4096))
+    data = b"".join(frames.encode_frame(frame, [memoryview(b"four"), memoryview(gaps)], synced=4096))
     rows = table("The prologue, from the beginning of its frame")
     assert [(int(r[0]), int(r[1])) for r in rows] == with_checksum(frames._PROLOGUE)
     at = {row[2]: data[int(row[0]) : int(row[0]) + int(row[1])] for row in rows}
     assert at["magic"] == b"EVERSLOG" and at["magic"].decode() in TEXT
     number = {field: int.from_bytes(value, "little") for field, value in at.items()}
     header = data[48 : 48 + number["header bytes"]]
-    assert list(msgspec.msgpack.decode(header)) == [row[0] for row in table("### The header of a frame: Frame")]
-    assert (number["payload bytes"], number["synced bytes"]) == (6, 4096)
-    assert data[48 + len(header) : 4096].strip(b"\0") == b"" and data[4096:].rstrip(b"\0") == b"four22"
+    fields = [row[0] for row in table("### The header of a frame: Frame")]
+    assert list(msgspec.msgpack.decode(header)) == fields
+    without = msgspec.structs.replace(frame, format=1, gaps=())
+    assert list(msgspec.msgpack.decode(msgspec.msgpack.encode(without))) == fields[:-1]
+    assert (number["payload bytes"], number["synced bytes"]) == (4 + len(gaps), 4096)
+    assert data[48 + len(header) : 4096].strip(b"\0") == b"" and data[4096:].rstrip(b"\0") == b"four" + gaps
     assert len(data) == 8192
-    assert number["payload checksum"] == xxhash.xxh3_64_intdigest(b"four22")
+    assert number["payload checksum"] == xxhash.xxh3_64_intdigest(b"four" + gaps)
     assert number["checksum"] == xxhash.xxh3_64_intdigest(data[:40] + header)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from everstep.cadence import Every
@@ -19,6 +21,8 @@ from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
 from everstep.keeper.sinking import Sinking
 from everstep.store.disk import DiskTier
+from everstep.store.frame import GAPS_FORMAT
+from everstep.store.gaps import from_gaps, to_gaps
 from everstep.store.log import LogWriter, cut_after, log_name, read_log, starts, strangers
 from everstep.store.objects import ObjectTier
 from everstep.store.tier import Tier
@@ -99,6 +103,23 @@ def wait_until(what: Callable[[], object]) -> None:
     while not what():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
+
+
+def test_records_with_gaps_are_taken_as_they_lie(node: Node) -> None:
+    integers = np.arange(3, 303, 3, dtype="<i4").data.cast("B")
+    gaps = to_gaps(integers, 4) or b""
+    at = len(LAYOUT.header)
+    given = msgspec.structs.replace(
+        frame(1), format=GAPS_FORMAT, ranges=((at, len(integers)),), gaps=((at, 4, len(gaps)),)
+    )
+    LogWriter(node.disk, 0, 0, RUN, LAYOUT.header).append([(given, [memoryview(gaps)])])
+    node.logbook.go_on(0, RUN)
+    with node.at_work():
+        node.sinking.follow(0, oldest=0)
+        wait_until(lambda: node.sinking.reach(0) == 1)
+    (record,) = read_log(node.deeper, 0, 0, RUN).records
+    assert record.frame == given
+    assert from_gaps(read_log(node.deeper, 0, 0, RUN).payload(record), 4, len(integers)) == integers
 
 
 def test_records_follow_a_base_as_they_come_and_none_before_it(node: Node) -> None:

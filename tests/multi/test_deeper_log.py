@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster import STEPS, die_at, results
 from doom import keeper_with
 
-from everstep import Shared
+from everstep import Partner, Shared
+from everstep.capture.compress import TopK
 from everstep.keeper import sinking
 from everstep.store.disk import DiskTier
-from everstep.store.log import log_name, scan, segments, starts, strangers
+from everstep.store.log import log_name, ranks_of, scan, segments, starts, strangers
 from everstep.store.manifest import committed_steps, run_name
 
 
@@ -74,6 +76,50 @@ def test_a_life_that_went_on_from_an_earlier_step_leaves_no_record_of_the_one_be
     ended = results(nodes.live())
     assert [one["resumed_from"] for one in ended] == [7, 7]
     assert {one["state"] for one in ended} == {undisturbed(1, 1)}
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1)], ids=str)
+def test_after_a_reboot_of_all_nodes_records_with_gaps_are_carried_to_those_that_lack_them(
+    ranks: tuple[int, ...], cluster: Any, undisturbed: Any
+) -> None:
+    """Every rank needs all parts of a compressed gradient, and each node's disk has its own."""
+    options = {"strategy": "log", "compress": TopK(0.4)}
+    nodes = cluster(*ranks, **options)
+    nodes.live(die_at(6, level="durable"))
+    nodes.reboot(*nodes.nodes)
+    for node in nodes.nodes:
+        tier = DiskTier(nodes.directory(node))
+        logs = [scan(tier, start, rank, run_name(tier)) for rank in ranks_of(tier) for start in starts(tier, rank)]
+        assert any(record.frame.step == 6 and record.frame.gaps for log in logs for record in log.records)
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [6] * sum(ranks)
+    assert {one["state"] for one in ended} == {undisturbed(*ranks, **options)}
+
+
+def test_partners_take_records_with_gaps_and_after_a_loss_the_run_goes_on_from_its_base(
+    cluster: Any, undisturbed: Any
+) -> None:
+    """Residuals are on the disk and in memory of their own node only, so no record can be stopped at without it."""
+    options = {"strategy": "log", "compress": TopK(0.4), "tiers": [Partner()]}
+    nodes = cluster(1, 1, **options)
+    nodes.live(die_at(6, level="durable"))
+    deadline, held = time.monotonic() + 20, list[tuple[int, bool]]()
+    while {rank for rank, _ in held} != {0, 1}:
+        assert time.monotonic() < deadline, "partners have no records"
+        guests = [guest for node in nodes.nodes for guest in nodes.memory(node).glob("*/guests/log-*/*.log")]
+        held = [frame for guest in guests for frame in frames_in(guest)]
+    assert all(has_gaps for _, has_gaps in held)
+    nodes.lose(nodes.nodes[1])
+    ended = results(nodes.live())
+    assert len({one["resumed_from"] for one in ended}) == 1 and ended[0]["resumed_from"] is not None
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, strategy="log", compress=TopK(0.4))}
+
+
+def frames_in(path: Path) -> list[tuple[int, bool]]:
+    """Whose record each frame of a copy is, and whether it has gaps."""
+    tier = DiskTier(path.parents[1])
+    log = scan(tier, int(path.parent.name.removeprefix("log-")), int(path.stem[5:]), path.parents[2].name)
+    return [(record.frame.rank, bool(record.frame.gaps)) for record in log.records]
 
 
 def flip_record(tier: DiskTier, rank: int, step: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 
 from everstep import testing
 from everstep.errors import Damaged, Mismatch, NewerFormat, NotEnoughSpace, TierFailed
-from everstep.image import BLOCK, Wanted, lay_out
+from everstep.image import BLOCK, FORMAT, Wanted, lay_out
 from everstep.store import frame as frames
 from everstep.store.disk import DiskTier
 from everstep.store.frame import Record, encode_frame
+from everstep.store.gaps import to_gaps
 from everstep.store.log import LogRead, LogWriter, cut_after, log_folder, log_name, read_log, scan, segments
 from everstep.types import Frame, ImageInfo
 
@@ -387,7 +389,8 @@ def test_a_payload_longer_than_the_file_is_torn_however_long_it_claims_to_be(tmp
 
 def test_a_newer_format_is_named_and_nothing_is_guessed(tmp_path: Path) -> None:
     good = msgspec.msgpack.decode(msgspec.msgpack.encode(a_frame(105)))
-    for place, header in enumerate((good | {"format": 2}, {k: v for k, v in good.items() if k != "format"})):
+    newer = frames.GAPS_FORMAT + 1
+    for place, header in enumerate((good | {"format": newer}, {k: v for k, v in good.items() if k != "format"})):
         tier = a_log(tmp_path / str(place))
         with pytest.raises(NewerFormat, match="upgrade"):
             with_header(tier, msgspec.msgpack.encode(header))
@@ -396,6 +399,74 @@ def test_a_newer_format_is_named_and_nothing_is_guessed(tmp_path: Path) -> None:
         assert tier.size(NAME) > 4 * 3 * BLOCK
     tier = a_log(tmp_path / "more")
     assert "none of ours" in with_header(tier, msgspec.msgpack.encode(good | {"more": 1})).problem
+
+
+# -- gaps
+
+
+INDICES = np.arange(100, 1300, 3, dtype="<i4")
+GAPS = to_gaps(INDICES.data.cast("B"), 4) or b""
+GAPPED: dict[str, Any] = {
+    "format": 2, "ranges": ((BASE, 10), (BASE + 100, INDICES.nbytes)), "gaps": ((BASE + 100, 4, len(GAPS)),)
+}  # fmt: skip
+
+
+def test_a_frame_with_gaps_is_appended_read_and_cut_like_any_other(tmp_path: Path) -> None:
+    tier = a_log(tmp_path)
+    a_writer(tier).append(
+        [(a_frame(step, **GAPPED), [memoryview(b"ten bytes "), memoryview(GAPS)]) for step in (105, 106)]
+    )
+    log = read_log(tier, START, RANK, RUN)
+    assert not log.problem and [record.frame.format for record in log.records] == [1, 1, 1, 1, 2, 2]
+    assert log.payload(log.records[-1]) == b"ten bytes " + GAPS
+    a_writer(tier).append([a_record(107)])
+    assert read_log(tier, START, RANK, RUN).last == 107
+    cut_after(tier, 105, [RANK], RUN)
+    assert read_log(tier, START, RANK, RUN).last == 105
+
+
+def test_a_file_that_begins_with_gaps_has_a_layout_as_always(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path)
+    a_writer(tier).append([(a_frame(101, **GAPPED), [memoryview(b"ten bytes "), memoryview(GAPS)])])
+    layout = frames.read_frame(tier, NAME, 0, tier.size(NAME)).frame
+    assert (layout.kind, layout.format, layout.gaps) == ("layout", 1, ())
+    assert read_log(tier, START, RANK, RUN).last == 101
+
+
+def test_a_frame_without_gaps_is_spelled_as_it_was_before_there_were_any() -> None:
+    """Logs of the Everstep that knew none are read, and it reads those of this one that have none."""
+    spelled = {
+        "format": 1, "run": RUN, "generation": "b" * 32, "step": 105, "rank": RANK, "world": 4, "cut_time": 1.5,
+        "kind": "record", "layout": LAYOUT.digest, "ranges": [[BASE, 10], [BASE + 100, 5000]],
+    }  # fmt: skip
+    assert msgspec.msgpack.encode(a_frame(105)) == msgspec.msgpack.encode(spelled)
+    assert frames._decode(msgspec.msgpack.encode(spelled), DiskTier(Path("/nowhere")), NAME) == a_frame(105)
+
+
+def test_an_everstep_that_knows_no_gaps_refuses_them_as_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it looks at is the number alone, as it always did."""
+    tier = a_log(tmp_path)
+    a_writer(tier).append([(a_frame(105, **GAPPED), [memoryview(b"ten bytes "), memoryview(GAPS)])])
+    monkeypatch.setattr(frames, "GAPS_FORMAT", FORMAT)
+    with pytest.raises(NewerFormat, match="format 2, and this Everstep reads up to 1; upgrade it"):
+        read_log(tier, START, RANK, RUN)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"format": 1}, {"gaps": ()}, {"gaps": ((BASE, 4, 5),)}, {"gaps": ((BASE + 100, 8, 5), (BASE + 100, 8, 5))},
+        {"gaps": ((BASE + 100, 4, INDICES.nbytes),)}, {"gaps": ((BASE + 100, 2, 5),)}, {"gaps": ((BASE + 104, 4, 5),)},
+        {"gaps": ((BASE + 100, 4, 0),)}, {"gaps": ((BASE + 100, 4, -5),)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_header_whose_gaps_cannot_be_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    """A sum over it may have been made anew."""
+    tier = a_log(tmp_path)
+    good = msgspec.msgpack.decode(msgspec.msgpack.encode(a_frame(105, **GAPPED)))
+    log = with_header(tier, msgspec.msgpack.encode(good | other), (len(msgspec.msgpack.encode(good | other)), 5010))
+    assert found(log) == [101, 102, 103, 104] and ("header" in log.problem), log.problem
 
 
 def test_a_medium_that_cannot_be_read_ends_the_chain_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.tune.models import DISK_SHARE, LOG_PER_BASE, MTBF_S, Costs, has_moved, steps_per_base, steps_per_flush
+from everstep.tune.models import (
+    DISK_SHARE,
+    LOG_PER_BASE,
+    MTBF_S,
+    Costs,
+    has_moved,
+    steps_per_base,
+    steps_per_flush,
+    steps_per_values,
+)
 
 PLENTY = 10**18
 FREE = Costs(
@@ -36,6 +45,19 @@ def test_an_interval_is_the_formula_where_nothing_bounds_it() -> None:
 def test_a_group_is_the_formula_where_nothing_bounds_it() -> None:
     found = steps_per_flush(0.1, 0.005, slots=10_000, lose_steps=None, lose_s=None, mtbf_s=3600.0)
     assert (found.value, found.bound) == (floor(sqrt(2 * 3600 * 0.005) / 0.1), "the formula")
+
+
+def test_values_cost_as_much_as_the_records_between_them_with_any_number_of_ranks() -> None:
+    gradient, values = 1_000_000, 80_000_000  # of a step, over all ranks; of each rank
+    for world in (1, 2, 4, 64):
+        found = steps_per_values(world * values, gradient, slots=100)
+        assert (found.value, found.bound) == (80 * world, "the formula")
+        assert world * values / found.value == gradient
+
+
+def test_values_that_are_small_are_not_saved_more_often_than_the_ring_fills() -> None:
+    found = steps_per_values(4, 1, slots=15)
+    assert (found.value, found.bound) == (7, "half of the ring")
 
 
 @pytest.mark.parametrize(

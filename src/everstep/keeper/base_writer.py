@@ -107,7 +107,8 @@ class BaseWriter:
         if self._roster.wanted <= self._logbook.reach():
             return False
         rings = [session.ring for session in sessions if session.ring is not None]
-        return len(rings) < len(sessions) or not self._logbook.will_reach(self._roster.wanted, rings)
+        values = [session.values for session in sessions if session.values is not None]
+        return len(rings) < len(sessions) or not self._logbook.will_reach(self._roster.wanted, rings, values)
 
     # -- writing
 

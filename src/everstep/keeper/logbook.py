@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 
 import xxhash
 
 from everstep import image
 from everstep.capture.arena import Arena, Seal
 from everstep.errors import Damaged, EverstepError
-from everstep.events import Logged, Sink
-from everstep.image import FORMAT
+from everstep.events import Logged, Sink, Tuned
 from everstep.keeper.book import Book, forget
 from everstep.keeper.flush import persist_part
 from everstep.keeper.protocol import Hello
+from everstep.store.frame import format_of
 from everstep.store.log import cut_after, ranks_of
 from everstep.store.manifest import read_single_part, values_folder, values_steps
 from everstep.store.tier import Tier
-from everstep.types import Frame
+from everstep.tune.models import has_moved, steps_per_values
+from everstep.types import Frame, Gaps
 
 _KEPT_VALUES = 2  # the newest, and one before it in case that one is damaged
 
@@ -36,6 +38,8 @@ class Logbook:
         self._books: dict[int, Book] = {}
         self._values_step = -1  # the newest step whose values are on the medium, of all ranks here,
         self._held = -1  # and the one whose values are to follow
+        self._tensor_bytes: dict[int, int] = {}  # of a rank's newest record, without its extras
+        self._told: int | None = None  # how far apart values were said to be
 
     def open(self, hello: Hello) -> None:
         """A rank is there: what was passed over when it resumed goes, and its log is gone on with."""
@@ -73,7 +77,8 @@ class Logbook:
     def take(self, ring: Arena, *, is_urgent: bool = True) -> int:
         """Write every record that is sealed and not yet written, with one flush for all; returns how many.
 
-        Where each flush must be followed by values, which are large, records gather until the ring is half full.
+        Where a step needs values beside its record, which are saved now and then, records gather until the ring is
+        half full: before, nobody could stop at them.
         """
         book = self._books[ring.rank]
         found = sorted((seal for seal in ring.seals().values() if seal.step > book.last), key=lambda seal: seal.step)
@@ -83,10 +88,14 @@ class Logbook:
         if xxhash.xxh3_64_intdigest(header) != ring.layout_digest:
             raise Damaged("the ring has lost its header", tier="memory", rank=ring.rank)
         following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]
-        if book.write(header, ring.layout_digest, [_framed(ring, seal) for seal in following]):
-            size = sum(seal.length for seal in following)
+        records = [_framed(ring, seal) for seal in following]
+        if book.write(header, ring.layout_digest, records):
+            size = sum(frame.payload_bytes for frame, _ in records)
             self._emit(Logged(rank=ring.rank, first=found[0].step, last=following[-1].step, bytes=size))
-        book.has_values = image.parse_cached(header, ring.slot_bytes, ring.place)[1].has_values
+        layout, info = image.parse_cached(header, ring.slot_bytes, ring.place)
+        book.has_values = info.has_values
+        newest = records[-1][0]
+        self._tensor_bytes[ring.rank] = newest.payload_bytes - (sum(newest.ranges[-1]) - layout.extras_offset)
         self._taken(ring, book.last)
         return len(following)
 
@@ -119,20 +128,36 @@ class Logbook:
             return last
         return self._values_step if base <= self._values_step <= last else base
 
-    def hold_values(self, found: list[Arena], rings: list[Arena]) -> None:
-        """Before records are written: the newest values that those will have reached are not to be overwritten."""
+    def hold_values(self, found: list[Arena], rings: list[Arena], *, is_urgent: bool = True) -> bool:
+        """Before records are written: the newest values that those will have reached are not to be overwritten.
+
+        Whether these are to be saved now: it is urgent, or so many records have come since the last that can be
+        stopped at that they are worth it.
+        """
         self._held = -1
         if not found or not rings or any(ring.rank not in self._books for ring in rings):
-            return
+            return False
         sealed = set.intersection(*({seal.step for seal in arena.seals().values()} for arena in found))
         for ring in rings:
             recorded = {seal.step for seal in ring.seals().values()}
             sealed = {step for step in sealed if step in recorded or step <= self._books[ring.rank].last}
-        step = max(sealed, default=-1)
-        if step > self._values_step:
-            self._held = step
-            for arena in found:
-                arena.set_taken(step)
+        step, last = max(sealed, default=-1), max(self._values_step, self.base)
+        if step <= self._values_step or not (is_urgent or step - last >= self._values_apart(found, rings)):
+            return False
+        self._held = step
+        for arena in found:
+            arena.set_taken(step)
+        return True
+
+    def _values_apart(self, found: list[Arena], rings: list[Arena]) -> int:
+        slots, record_bytes = len(rings[0].slots), sum(self._tensor_bytes.get(ring.rank, 0) for ring in rings)
+        if not record_bytes:
+            return slots // 2  # until one is written
+        tuning = steps_per_values(sum(arena.slot_bytes for arena in found), record_bytes, slots=slots)
+        if has_moved(self._told, tuning.value):
+            self._told = tuning.value
+            self._emit(Tuned(**asdict(tuning)))
+        return tuning.value
 
     def save_values(self, found: list[Arena], *, torch_version: str) -> None:
         """After records were written: make the step whose values are held one that can be stopped at."""
@@ -149,14 +174,15 @@ class Logbook:
         for old in values_steps(self._tier)[:-_KEPT_VALUES]:
             self._tier.delete_folder(values_folder(old))
 
-    def will_reach(self, step: int, rings: list[Arena]) -> bool:
-        """Whether records that are there, in rings or written, lead from the base to a step."""
+    def will_reach(self, step: int, rings: list[Arena], values: list[Arena]) -> bool:
+        """Whether what is there, in memory or written, leads from the base to a step."""
         for ring in rings:
             book = self._books[ring.rank]
             sealed = {seal.step for seal in ring.seals().values()}
             if not book.leads_from(self.base) or any(s not in sealed for s in range(book.last + 1, step + 1)):
                 return False
-            if book.has_values and book.last >= step > self._values_step:
+            is_unsaved = book.has_values and book.last >= step > self._values_step
+            if is_unsaved and not (values and all(arena.slot_of(step) is not None for arena in values)):
                 return False  # its values were overwritten before they were saved
         return True
 
@@ -171,10 +197,17 @@ def _framed(ring: Arena, seal: Seal) -> tuple[Frame, list[memoryview]]:
     assert slot is not None
     data = ring.image(slot)
     header = bytes(data[: image.header_bytes(data)])
-    layout, _ = image.parse_cached(header, len(data), ring.place)
+    layout, info = image.parse_cached(header, len(data), ring.place)
     extras = layout.extras_offset + 8 + len(image.extras_of(layout, data))  # the rest of their room means nothing
+    parts = [data[len(header) : extras]]
+    ranges: tuple[tuple[int, int], ...] = ((len(header), extras - len(header)),)
+    gaps: Gaps = ()
+    if info.codec is not None:
+        from everstep.store.gaps import shorten  # which brings numpy, that whoever only looks need not load
+
+        parts, ranges, gaps = shorten(layout, data, extras)
     frame = Frame(
-        format=FORMAT, run=ring.run, generation=seal.generation, step=seal.step, rank=ring.rank, world=ring.world,
-        cut_time=seal.cut_time, kind="record", layout=seal.layout_digest, ranges=((len(header), extras - len(header)),),
+        format=format_of(gaps), run=ring.run, generation=seal.generation, step=seal.step, rank=ring.rank,
+        world=ring.world, cut_time=seal.cut_time, kind="record", layout=seal.layout_digest, ranges=ranges, gaps=gaps,
     )  # fmt: skip
-    return frame, [data[len(header) : extras]]
+    return frame, parts

@@ -50,7 +50,8 @@ class RecordWriter:
         is_urgent = self._roster.wanted > before or not self._roster.is_anybody_alive()
         with self._logbook.writing:
             rings = [session.ring for session in sessions if session.ring is not None]
-            self._logbook.hold_values(_values(sessions), rings)
+            if self._logbook.hold_values(_values(sessions), rings, is_urgent=is_urgent):
+                is_urgent = True  # they are worth something only behind all records up to theirs
         for session in sessions:
             with self._logbook.writing:
                 if session.ring is not None:

@@ -16,7 +16,7 @@ from everstep.recover.assemble import Image
 from everstep.recover.shelf import RecordImage
 from everstep.recover.survey import Sources
 from everstep.topology import Topology, broadcast, exchange
-from everstep.types import Holding, ParityHolding, Records, Source
+from everstep.types import Gaps, Holding, ParityHolding, Records, Source
 
 
 class _Word(msgspec.Struct):
@@ -68,13 +68,13 @@ class Carrier:
 
         def read() -> tuple[bytes, list[memoryview]]:
             found = self._sources.record(records, step)
-            note = msgspec.msgpack.encode((found.layout.total_bytes, found.ranges))
+            note = msgspec.msgpack.encode((found.layout.total_bytes, found.ranges, found.gaps))
             return note, [memoryview(found.layout.header), found.data]
 
         note, (header, data) = self._carry(records, read)
-        total, ranges = msgspec.msgpack.decode(note, type=tuple[int, tuple[tuple[int, int], ...]])
+        total, ranges, gaps = msgspec.msgpack.decode(note, type=tuple[int, tuple[tuple[int, int], ...], Gaps])
         layout, info = image.parse_cached(bytes(header), total, f"rank {records.rank} of {records.node}")
-        return RecordImage(layout, info, data, ranges)
+        return RecordImage(layout, info, data, ranges, gaps)
 
     def parity(self, holding: ParityHolding) -> memoryview:
         if not self._place.has_many_nodes:

@@ -80,7 +80,7 @@ def _fetch_all(
     for records in plan.records:
         for step in range(records.first, records.last + 1):
             try:
-                images.setdefault(step, {})[records.rank] = sources.record(records, step, copy=copy)
+                images.setdefault(step, {})[records.rank] = sources.record(records, step, copy=copy).make_whole()
             except (EverstepError, OSError) as error:
                 bad = msgspec.structs.replace(records, first=step, last=step)
                 first_bad = first_bad or BadRecord(bad, str(error))

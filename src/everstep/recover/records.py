@@ -87,7 +87,7 @@ def _logged(log: LogRead) -> Iterator[Entry]:
     for record in log.records:
         assert log.layout is not None and log.info is not None
         frame = record.frame
-        one = RecordImage(log.layout, log.info, log.payload(record), frame.ranges)
+        one = RecordImage(log.layout, log.info, log.payload(record), frame.ranges, frame.gaps)
         yield _entry(
             one, step=frame.step, source="disk", bytes=record.length, cut_time=frame.cut_time,
             checksum=f"{record.checksum:016x}", file=log.name,

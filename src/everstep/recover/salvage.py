@@ -27,6 +27,7 @@ from everstep.recover.plan import make_plan, without
 from everstep.recover.reach import nodes_of
 from everstep.recover.shelf import RecordImage, Shelf
 from everstep.recover.survey import Sources
+from everstep.store.frame import format_of
 from everstep.store.log import scan, starts
 from everstep.store.manifest import committed_steps, data_name, encode, part_name
 from everstep.store.tier import Tier
@@ -127,8 +128,9 @@ def _write_records(reader: _Reader, plan: Plan, tier: Tier, run: str) -> list[_B
                     bad.append((msgspec.structs.replace(one, first=step, last=step), str(error)))
                     return
                 yield found, Frame(
-                    format=FORMAT, run=run, generation=plan.parts[0].generation, step=step, rank=rank, world=one.world,
-                    cut_time=one.cut_time, kind="record", layout=found.layout.digest, ranges=found.ranges,
+                    format=format_of(found.gaps), run=run, generation=plan.parts[0].generation, step=step, rank=rank,
+                    world=one.world, cut_time=one.cut_time, kind="record", layout=found.layout.digest,
+                    ranges=found.ranges, gaps=found.gaps,
                 )  # fmt: skip
 
     for rank in sorted({one.rank for one in plan.records}):

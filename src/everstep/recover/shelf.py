@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from everstep.errors import Damaged, EverstepError
@@ -29,6 +29,7 @@ from everstep.store.manifest import (
 from everstep.store.tier import Tier
 from everstep.types import (
     Commit,
+    Gaps,
     Holding,
     ImageInfo,
     ParityHolding,
@@ -46,20 +47,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecordImage:
-    """What one rank consumed in one step. `data` holds some ranges of the image, one after the other."""
+    """What one rank consumed in one step. `data` holds some ranges of the image, one after the other.
+
+    Some of them may be there as gaps; what these stand for is made when it is first asked for, and kept.
+    """
 
     layout: ImageLayout
     info: ImageInfo
     data: memoryview
     ranges: tuple[tuple[int, int], ...]
+    gaps: Gaps = ()
+    _made: dict[int, memoryview] = field(default_factory=dict, repr=False, compare=False)  # by offset
 
     def bytes_at(self, offset: int, length: int) -> memoryview:
-        at = 0
+        at, gaps = 0, {begin: (item, stored) for begin, item, stored in self.gaps}
         for begin, size in self.ranges:
+            item, stored = gaps.get(begin, (0, size))
             if begin <= offset and offset + length <= begin + size:
-                return self.data[at + offset - begin : at + offset - begin + length]
-            at += size
+                held = self.data[at : at + stored]
+                return (self._integers(held, begin, item, size) if item else held)[offset - begin :][:length]
+            at += stored
         raise Damaged(f"the record of rank {self.info.rank} lacks the bytes at {offset}")
+
+    def _integers(self, held: memoryview, begin: int, item: int, size: int) -> memoryview:
+        if begin not in self._made:
+            from everstep.store.gaps import from_gaps
+
+            self._made[begin] = from_gaps(held, item, size)
+        return self._made[begin]
+
+    def make_whole(self) -> RecordImage:
+        """Make all that gaps stand for, so that what is bad is found before any of it is used."""
+        for begin, item, _ in self.gaps:
+            self.bytes_at(begin, item)
+        return self
 
     def tensor(self, piece: Piece) -> Tensor:
         from everstep.recover.assemble import tensor_in
@@ -205,7 +226,8 @@ class Shelf:
                 self._logs[start, records.rank] = log
                 if step <= log.last and log.layout is not None and log.info is not None:
                     found = log.records[step - start - 1]
-                    return RecordImage(log.layout, log.info, log.payload(found), found.frame.ranges)
+                    frame, data = found.frame, log.payload(found)
+                    return RecordImage(log.layout, log.info, data, frame.ranges, frame.gaps)
                 if log.problem:
                     raise Damaged(log.problem, tier=self.tier.name, step=step, rank=records.rank)
         raise Damaged("its record is no longer there", tier=self.tier.name, step=step, rank=records.rank)

@@ -18,10 +18,11 @@ import xxhash
 from everstep.errors import NewerFormat, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, round_up
 from everstep.store.tier import Tier
-from everstep.types import Frame, learnt
+from everstep.types import Frame, Gaps, learnt
 
 MAGIC = b"EVERSLOG"
 MAX_FRAME_HEADER_BYTES = 16 << 20
+GAPS_FORMAT = 2  # of a frame that has gaps; any other is of the format that everything is
 _PROLOGUE = struct.Struct("<8sQQQQ")  # magic, header bytes, payload bytes, synced bytes, checksum of the payload
 _SUM = struct.Struct("<Q")
 _PROLOGUE_BYTES = _PROLOGUE.size + _SUM.size
@@ -54,6 +55,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 @learnt
 class _Format(msgspec.Struct):
     format: int
+
+
+def format_of(gaps: Gaps) -> int:
+    """The format that a frame names: a reader who does not know gaps is to refuse it, and not to call it damaged."""
+    return GAPS_FORMAT if gaps else FORMAT
 
 
 def encode_frame(frame: Frame, parts: Sequence[memoryview], *, synced: int = 0) -> list[memoryview]:
@@ -114,16 +120,16 @@ def _decode(header: bytes, tier: Tier, name: str) -> Frame:
         version = msgspec.msgpack.decode(header, type=_Format).format
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
         version = None
-    if version is None or version > FORMAT:
+    if version is None or version > GAPS_FORMAT:
         said = "no format that it says" if version is None else f"format {version}"
-        newer = f"{said}, and this Everstep reads up to {FORMAT}; upgrade it"
+        newer = f"{said}, and this Everstep reads up to {GAPS_FORMAT}; upgrade it"
         raise NewerFormat(newer, tier=tier.name, file=name)
     try:
         frame = msgspec.msgpack.decode(header, type=Frame)
         canonical = msgspec.msgpack.encode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise Bad(f"a frame has an unreadable header: {error}") from None
-    if canonical != header:
+    if canonical != header or frame.format != format_of(frame.gaps):
         raise Bad("a frame's header has fields or spellings that are none of ours")
     return frame
 

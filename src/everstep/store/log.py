@@ -18,7 +18,16 @@ import xxhash
 
 from everstep.errors import Damaged, Mismatch, NewerFormat, TierFailed
 from everstep.image import FORMAT, ImageLayout, parse
-from everstep.store.frame import Bad, Record, check_payload, check_payloads, encode_frame, followed, read_frame
+from everstep.store.frame import (
+    Bad,
+    Record,
+    check_payload,
+    check_payloads,
+    encode_frame,
+    followed,
+    format_of,
+    read_frame,
+)
 from everstep.store.tier import Tier
 from everstep.types import Frame, ImageInfo, learnt
 
@@ -205,7 +214,7 @@ class LogWriter:
     def append(self, records: Sequence[tuple[Frame, Sequence[memoryview]]]) -> None:
         """Make records of the next steps durable, with one flush for all. After an error they may be tried again."""
         for step, (frame, _) in enumerate(records, self.last + 1):
-            mine = (FORMAT, self._run, self._rank, "record", step, self.layout)
+            mine = (format_of(frame.gaps), self._run, self._rank, "record", step, self.layout)
             if (frame.format, frame.run, frame.rank, frame.kind, frame.step, frame.layout) != mine:
                 raise ValueError(f"not the record of step {step} in {self.name}: {frame}")
         if not records:
@@ -219,7 +228,9 @@ class LogWriter:
 
     def _layout_frame(self, first: Frame) -> list[memoryview]:
         ranges = ((0, len(self._header)),)
-        frame = msgspec.structs.replace(first, kind="layout", step=self.start, ranges=ranges)
+        frame = msgspec.structs.replace(
+            first, format=FORMAT, kind="layout", step=self.start, ranges=ranges, gaps=()
+        )  # fmt: skip
         return encode_frame(frame, [memoryview(self._header)])
 
     def _cut_leftovers(self) -> None:

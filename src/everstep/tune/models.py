@@ -1,4 +1,4 @@
-"""How often a base, how many records with one flush: formulas with names, and what bounds them.
+"""How often a base or values, how many records with one flush: formulas with names, and what bounds them.
 
 Every result carries its formula as text, its inputs and the constraint that decided it, so that a person can check it
 with a pocket calculator. All times are seconds, all sizes bytes, all intervals steps. Touches no clock and no file.
@@ -21,6 +21,7 @@ _HIDES = 0.9  # forward and backward, of a step: what copies have before an upda
 
 INTERVAL = "sqrt(2 M C_F / r) / T"
 GROUP = "sqrt(2 M C_D) / T"
+EQUAL = "V / R"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,17 @@ def steps_per_flush(
     return Tuning(
         what="records per flush", value=value, formula=GROUP, inputs=inputs, bound=bound, assumed=assumed
     )  # fmt: skip
+
+
+def steps_per_values(values_bytes: int, record_bytes: int, *, slots: int) -> Tuning:
+    """How far apart values are saved that are too large for every record: they cost as much as the gradients between.
+
+    The values of a rank are as large with many ranks as with one, and its part of a packed gradient is not: so they are
+    saved less often then, and a step of all ranks costs the same bytes. Never more often than half of the ring fills.
+    """
+    value, bound = _clip(values_bytes / max(record_bytes, 1), [], [("half of the ring", slots / 2)])
+    inputs = {"V": float(values_bytes), "R": float(record_bytes), "slots": float(slots)}
+    return Tuning(what="steps per save of values", value=value, formula=EQUAL, inputs=inputs, bound=bound, assumed=())
 
 
 def _clip(
