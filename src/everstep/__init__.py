@@ -3,14 +3,14 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events cadence tiers config image launch wires topology signals halt
+types errors events timeline cadence tiers config image launch wires topology signals halt
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 # the road out: a byte leaves the model
 capture/        off the device, without stopping it     layout host arena life copier shape snapshot extras position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update purity sheet form tap gradients
-capture/        what it costs, and which way to go on   steering
+capture/        what it costs, and which way to go on   moments steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier blocks disk memory manifest frame log retain
 store/          an object store                         bucket objects
@@ -34,6 +34,7 @@ live/           those who train, started and replaced   crew
 testing.py      the promises of a tier, as a suite that anybody can run
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
+report/         a run for people who look at it         story rows trace whole
 cli/            one file a command
 """
 

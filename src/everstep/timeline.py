@@ -23,6 +23,7 @@ import xxhash
 
 LIMIT_BYTES = 4 << 20
 _REST_S = 0.25
+_JUMP_S = 0.01  # by which somebody has set the clock of the node
 _REMEMBERED = 50_000  # spans that could not be written yet
 _MANY = 2048  # spans a block, when they are written anew
 _VERSION = 1
@@ -87,6 +88,7 @@ class Timeline:
 
     def __init__(self, path: Path, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self.path, self._limit, self._pid = path, limit_bytes, os.getpid()
+        self._since = time.time() - time.monotonic()  # all spans of a process are on one clock
         self._marked: deque[tuple[Kind, int, float, float, int]] = deque(maxlen=_REMEMBERED)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="everstep-timeline", daemon=True)
@@ -110,11 +112,13 @@ class Timeline:
 
     def _write(self) -> None:
         since = time.time() - time.monotonic()
+        if abs(since - self._since) > _JUMP_S:
+            self._since = since
         gathered = [self._marked[i] for i in range(len(self._marked))]
         if not gathered:
             return
         spans = b"".join(
-            _SPAN.pack(since + begin, end - begin, kind, min(part, 0xFFFF), max(step, 0))
+            _SPAN.pack(self._since + begin, end - begin, kind, min(part, 0xFFFF), max(step, 0))
             for kind, step, begin, end, part in gathered
         )
         try:
