@@ -19,7 +19,8 @@ def command(
 ) -> None:
     """Write the timeline of a run as a trace: open it at ui.perfetto.dev or in chrome://tracing."""
     with watching() as watch:
-        story = read_story(directory, watch)
+        watch(f"reading {directory}")
+        story = read_story(directory)
         watch("writing the trace")
         with whole_file(output) as file:
             spans = write_trace(story, file)

@@ -5,7 +5,6 @@ Whatever is broken is left out and named; only a directory that has nothing of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +30,7 @@ class Story:
         return min(times, default=0.0)
 
 
-def read_story(directory: Path, watch: Callable[[str], None] = lambda doing: None) -> Story:
-    """`watch`: is told what is being read."""
+def read_story(directory: Path) -> Story:
     missing: list[str] = []
     directory = directory.absolute()
     files = [*directory.glob("events-*.jsonl"), *directory.glob("timeline-*.bin")]
@@ -45,14 +43,12 @@ def read_story(directory: Path, watch: Callable[[str], None] = lambda doing: Non
         missing.append(f"{RUN_RECORD} is not there.")
     except EverstepError as error:
         missing.append(f"{RUN_RECORD}: {error}")
-    watch("events")
     events = read_events(directory)
     torn = sum(path.read_bytes().count(b"\n") for path in directory.glob("events-*.jsonl")) - len(events)
     if not events:
         missing.append("There are no events.")
     if torn > 0:
         missing.append(f"{torn} lines of the events are torn or unknown, and left out.")
-    watch("timelines")
     tracks = read_timeline(directory)
     if not any(track.spans for track in tracks):
         missing.append("There is no timeline: no file timeline-*.bin has a span that can be read.")
