@@ -34,7 +34,7 @@ live/           those who train, started and replaced   crew
 testing.py      the promises of a tier, as a suite that anybody can run
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
-report/         a run for people who look at it         story rows trace whole series
+report/         a run for people who look at it         story rows trace whole series now
 report/         drawn, on one page                      figures page
 cli/            one file a command
 """

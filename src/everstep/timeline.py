@@ -90,6 +90,7 @@ class Timeline:
         self.path, self._limit, self._pid = path, limit_bytes, os.getpid()
         self._since = time.time() - time.monotonic()  # all spans of a process are on one clock
         self._marked: deque[tuple[Kind, int, float, float, int]] = deque(maxlen=_REMEMBERED)
+        self._writing = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="everstep-timeline", daemon=True)
         self._thread.start()
@@ -107,8 +108,13 @@ class Timeline:
 
     def _work(self) -> None:
         while not self._ending.wait(_REST_S):
+            self.flush()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what has gathered."""
+        with self._writing:
             self._write()
-        self._write()
 
     def _write(self) -> None:
         since = time.time() - time.monotonic()
@@ -202,18 +208,23 @@ def timeline_of_keeper(directory: Path, node: str) -> Path:
     return directory / f"timeline-keeper-{node}.bin"
 
 
-def read_timeline(directory: Path) -> list[Track]:
-    """What all processes of a run did, as far as their files are in this directory: ranks first."""
+def read_timeline(directory: Path, newest_bytes: int | None = None) -> list[Track]:
+    """What all processes of a run did, as far as their files are in this directory: ranks first.
+
+    `newest_bytes`: only the blocks that lie whole in so much of the end of a file.
+    """
     ranks = sorted(directory.glob("timeline-rank-*.bin"))
     keepers = sorted(directory.glob("timeline-keeper-*.bin"))
-    return [_read(path) for path in (*ranks, *keepers)]
+    return [_read(path, newest_bytes) for path in (*ranks, *keepers)]
 
 
-def _read(path: Path) -> Track:
+def _read(path: Path, newest_bytes: int | None) -> Track:
     whose, _, name = path.stem.removeprefix("timeline-").partition("-")
     problems: list[str] = []
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            file.seek(0 if newest_bytes is None else max(0, path.stat().st_size - newest_bytes))
+            data = file.read()
     except OSError as error:
         data, problems = b"", [f"it cannot be read: {error.strerror}"]
     spans = [

@@ -159,7 +159,7 @@ def killed_run() -> Iterator[Path]:
         forget_memory(directory)
 
 
-@pytest.mark.parametrize("words", ["ls", "show", "status", "verify", "plan", "tune", "gc --dry-run"])
+@pytest.mark.parametrize("words", ["ls", "show", "status", "verify", "plan", "tune", "top --once", "gc --dry-run"])
 def test_reading_commands_start_without_torch(words: str, killed_run: Path) -> None:
     command = [sys.executable, "-c", SEE_WHAT_WAS_LOADED, *words.split(), str(killed_run)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)

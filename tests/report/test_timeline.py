@@ -228,7 +228,7 @@ def test_it_stays_small_and_forgets_the_old_before_the_new(tmp_path: Path) -> No
     for step in range(1, 3001):
         one.mark(Kind.STEP, step, float(step), step + 0.5)
         if step % 50 == 0:
-            one._write()  # as its thread does
+            one.flush()  # as its thread does
             sizes.append(path.stat().st_size)
     one.close()
     assert max(sizes) < limit and min(sizes[10:]) > limit // 2
@@ -246,7 +246,7 @@ def test_a_medium_that_refuses_hurts_nobody_and_gets_it_later(tmp_path: Path) ->
     folder = tmp_path / "not yet"
     one = Timeline(timeline_of_rank(folder, 0))
     one.mark(Kind.STEP, 1, 0.0, 1.0)
-    one._write()
+    one.flush()
     folder.mkdir()
     one.mark(Kind.STEP, 2, 1.0, 2.0)
     one.close()

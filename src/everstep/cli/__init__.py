@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from everstep.cli import export, gc, halt, ls, plan, report, rm, run, scavenge, show, status, trace, tune, verify
+from everstep.cli import export, gc, halt, ls, plan, report, rm, run, scavenge, show, status, top, trace, tune, verify
 from everstep.errors import EverstepError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (ls, show, status, verify, plan, tune, trace, report, export, halt, scavenge, rm, gc):
+for module in (ls, show, status, verify, plan, tune, top, trace, report, export, halt, scavenge, rm, gc):
     app.command(module.__name__.rsplit(".", 1)[1])(module.command)
 app.command("run", context_settings={"allow_interspersed_args": False})(run.command)
 

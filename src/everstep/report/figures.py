@@ -16,7 +16,7 @@ from everstep.timeline import Kind, Span
 MOST_SPANS = 20_000  # in one picture; a browser becomes slow with more
 _SHOWN_STEPS = 8  # that the timeline shows at first
 _COLOURS = {
-    Kind.STEP: "#d7dce2", Kind.DATA: "#b9a44c", Kind.COMPUTE: "#4c78a8", Kind.FORWARD: "#4c78a8",
+    Kind.DATA: "#b9a44c", Kind.COMPUTE: "#4c78a8", Kind.FORWARD: "#4c78a8",
     Kind.BACKWARD: "#2f5d8a", Kind.COMMUNICATION: "#72b7b2", Kind.GATE: "#e45756", Kind.UPDATE: "#54a24b",
     Kind.RECORD: "#f58518", Kind.CUT: "#b279a2", Kind.COPY: "#f2cf9b", Kind.BUCKET: "#f58518", Kind.DRAIN: "#f58518",
     Kind.PERSIST: "#9d755d", Kind.APPEND: "#79706e", Kind.PROTECT: "#83bcb6", Kind.FLUSH: "#d67195",
@@ -59,7 +59,7 @@ def timeline(story: Story) -> tuple[go.Figure, str]:
             customdata=[(s.step, round(1000 * s.seconds, 3), s.part, s.pid) for _, s in of_kind],
             hovertemplate=f"{called(kind)}, step %{{customdata[0]}}: %{{customdata[1]}} ms<br>"
             "part %{customdata[2]}, process %{customdata[3]}<extra></extra>",
-            marker={"color": _COLOURS.get(Kind(kind), "#888") if kind in set(Kind) else "#888", "line": {"width": 0}},
+            marker={"color": _colours(of_kind), "line": {"width": 0}},
         )  # fmt: skip
     figure.update_yaxes(categoryorder="array", categoryarray=places[::-1], fixedrange=True)
     steps = [span for _, span in spans if span.kind == Kind.STEP]
@@ -68,6 +68,14 @@ def timeline(story: Story) -> tuple[go.Figure, str]:
         figure.update_xaxes(range=[one[0].begin - story.began, max(s.end for s in one) - story.began])
     said = f"The {len(spans)} newest spans; {left_out} older ones are in `everstep trace`." if left_out else ""
     return figure, said
+
+
+def _colours(of_kind: list[tuple[str, Span]]) -> str | list[str]:
+    """Steps follow each other without a gap, so every second one is darker."""
+    kind = of_kind[0][1].kind
+    if kind == Kind.STEP:
+        return ["#d7dce2" if span.step % 2 else "#bcc5cf" for _, span in of_kind]
+    return _COLOURS[Kind(kind)] if kind in set(Kind) else "#888"
 
 
 def step_times(stories: Sequence[tuple[str, Story, list[Steps]]]) -> go.Figure:

@@ -13,6 +13,7 @@ from everstep.events import (
     Called,
     ChainEnded,
     Degraded,
+    Event,
     Finished,
     Halted,
     Joined,
@@ -188,13 +189,15 @@ def occupancy(story: Story) -> dict[str, Line]:
 
 def incidents(story: Story) -> list[tuple[float, str, str]]:
     """What went wrong and how it went on: when, what, and in words."""
-    found = []
-    for event in story.events:
-        if isinstance(event, INCIDENTS):
-            fields = {name: getattr(event, name) for name in event.__struct_fields__ if name != "time"}
-            words = ", ".join(f"{name} {_short(value)}" for name, value in fields.items() if value not in ("", ()))
-            found.append((event.time, type(event).__name__, words))
-    return found
+    return [
+        (event.time, type(event).__name__, in_words(event)) for event in story.events if isinstance(event, INCIDENTS)
+    ]
+
+
+def in_words(event: Event) -> str:
+    """All that an event tells, without its name and its time."""
+    fields = {name: getattr(event, name) for name in event.__struct_fields__ if name != "time"}
+    return ", ".join(f"{name} {_short(value)}" for name, value in fields.items() if value not in ("", ()))
 
 
 def _short(value: object) -> str:
