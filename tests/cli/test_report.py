@@ -95,8 +95,8 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(broken: str, cli: Cli, re
             timeline.unlink()
             sentence = "There is no timeline: no file timeline-*.bin has a span that can be read."
         case "a torn timeline":
-            timeline.write_bytes(timeline.read_bytes()[:-3])
-            sentence = "bytes of it are torn or damaged."
+            timeline.write_bytes(timeline.read_bytes() + timeline.read_bytes()[:30])
+            sentence = "30 bytes of it are torn or damaged."
         case "no events":
             events.unlink()
             sentence = "There are no events."
