@@ -23,7 +23,7 @@ from everstep.capture import moments
 from everstep.events import Persisted, Replayed
 from everstep.timeline import Kind, Span, Timeline, Track, read_timeline, timeline_of_rank
 
-SLACK_S = 0.001  # spans of one process are taken from one clock, but each file block is put on the wall clock anew
+SLACK_S = 0.001  # begins are doubles since the epoch, and lengths have 24 bits
 
 
 def by_kind(track: Track) -> dict[int, list[Span]]:
