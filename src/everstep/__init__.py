@@ -3,7 +3,7 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events cadence checked tiers config image launch wires topology signals halt
+types errors events timeline cadence checked tiers config image launch wires topology signals halt
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 tune/           by the rules of others, and offline     classics levels machine
@@ -11,7 +11,7 @@ tune/           by the rules of others, and offline     classics levels machine
 capture/        off the device, without stopping it     layout host arena life copier shape snapshot extras position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update purity sheet form tap gradients
-capture/        what it costs, and which way to go on   steering
+capture/        what it costs, and which way to go on   moments steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier blocks disk memory manifest frame gaps log retain
 store/          an object store                         bucket objects
@@ -37,6 +37,8 @@ lab/            what if: who fails when                 scenario trace failures
 lab/            and what a real run would decide then   rhythm holdings lifetime simulation outcome picture
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
+report/         a run for people who look at it         story rows trace whole series now
+report/         drawn, on one page                      figures page
 cli/            one file a command
 """
 

@@ -10,12 +10,10 @@ import atexit
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -26,6 +24,7 @@ from everstep.cadence import seconds
 from everstep.capture import extras as trees
 from everstep.capture.compressor import Compressor
 from everstep.capture.life import Life
+from everstep.capture.moments import Moments
 from everstep.capture.position import Feed
 from everstep.capture.steering import followed
 from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
@@ -48,6 +47,7 @@ from everstep.signals import Signals
 from everstep.store import claim
 from everstep.store.places import Places
 from everstep.tiers import Tier
+from everstep.timeline import Timeline, timeline_of_rank
 from everstep.types import Level
 
 _DEEPEST_S = 600.0  # that the end of a run waits for its deepest tier
@@ -119,8 +119,7 @@ class Run:
         self._left_at = 0  # the step at which a life was ended by a loss
         self._state, self._loader = state, loader
         self._finished = self._had_finished = False  # now, or in an earlier life
-        self._closed = False
-        self._cut_at, self._step_s = time.monotonic(), 0.0
+        self._closed, self._step_s = False, 0.0
         self._random: dict[str, Any] | None = None
         self._places = Places.chosen(chosen.directory, chosen.tiers)
         claim.make(self._places)
@@ -141,29 +140,32 @@ class Run:
     def _begin(self, carried: Carried | None = None) -> None:
         """Begin a life: all ranks of a job, or of a view, together. `carried`: with the state as it is."""
         chosen, state = self.settings, self._state
-        self._place = topology.here()
-        check(chosen, self._place)
+        place = self._place = topology.here()
+        check(chosen, place)
         seats = chosen.batch if self._presence is not None else "shrink"
-        self._feed = Feed.of(self._loader, self._place, seats) if self._loader is not None else None
-        self._emit = EventLog(chosen.directory / f"events-rank-{self._place.rank:05d}.jsonl")
-        self._claim = claim.take(self._places, self._place, self._emit)
+        self._feed = Feed.of(self._loader, place, seats) if self._loader is not None else None
+        self._emit = EventLog(chosen.directory / f"events-rank-{place.rank:05d}.jsonl")
+        self._claim = claim.take(self._places, place, self._emit)
         self._life.callback(self._claim.give_back)
         self._run = self._claim.run
+        timeline = self._timeline = Timeline(timeline_of_rank(chosen.directory, place.rank))
+        self._life.callback(timeline.close)
         source = self._restore() if carried is None else self._carry(carried)
-        generation = self._generation = topology.exchange(uuid.uuid4().hex.encode(), self._place)[0].decode()
+        generation = self._generation = topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
-        self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit)
+        self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit, timeline.mark)
         self._life.callback(self._keeper.close, final=False)
         arrive(
-            self._keeper, chosen, self._place, self._claim, generation=generation, resumed_from=self.resumed_from,
+            self._keeper, chosen, place, self._claim, generation=generation, resumed_from=self.resumed_from,
             replica=self._followed,
         )  # fmt: skip
         for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.tiers.memory.path)}:
             sign(folder, chosen.directory, self._emit)
-        left, rings = self._sources().left_to(self._place, is_followed=bool(self._followed))
+        left, rings = self._sources().left_to(place, is_followed=bool(self._followed))
+        self._moments = Moments(timeline.mark, step=self.step, optimizers=len(state.subjects.optimizers))
         life = Life(
-            run=self._run, generation=generation, topology=self._place, settings=chosen, emit=self._emit,
-            attach=self._keeper.attach,
+            run=self._run, generation=generation, topology=place, settings=chosen, emit=self._emit,
+            attach=self._keeper.attach, moments=self._moments,
         )  # fmt: skip
         self._keeping = Keeping(
             state.subjects, life, self._keeper, self._tree, left=left, rings=rings, resumed_from=self.resumed_from,
@@ -171,7 +173,6 @@ class Run:
         )  # fmt: skip
         self._life.callback(self._close_keeping)
         self._capture = self._keeping.capture
-        place = self._place
         self._emit(Started(rank=place.rank, world=place.world, pid=os.getpid(), step=self.step, source=source))
 
     def _listen(self) -> None:
@@ -191,8 +192,9 @@ class Run:
     def _restore(self) -> str:
         with self._sources() as sources:
             resumed = resume(
-                sources, self._state, self._feed, self._place, strict=self.settings.strict, emit=self._emit
-            )
+                sources, self._state, self._feed, self._place, strict=self.settings.strict, emit=self._emit,
+                mark=self._timeline.mark,
+            )  # fmt: skip
         if resumed is None:
             return "nothing"
         latest = resumed.latest
@@ -235,6 +237,7 @@ class Run:
             except StopIteration:
                 feed.end_pass()
                 continue
+            self._moments.given()
             yield batch
             self._cut()
         self._finish()
@@ -258,8 +261,7 @@ class Run:
         self._state.reductions.settle()
         if self._forward is not None and self._forward.is_under_way:
             return  # the next life begins by keeping what there is
-        before, self._cut_at = self._cut_at, time.monotonic()
-        self._step_s = self._cut_at - before
+        self._step_s = self._moments.cut(self.step)
         is_last = self._signals.is_last(self.step)
         self._keeping.at_cut(self.step, self._step_s, must=is_last or self.step == self.settings.steps)
         if is_last:
@@ -406,13 +408,12 @@ class Run:
         self._claim.give_back()
         if self._presence is not None:
             self._presence.close(final=final)
+        self._timeline.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         elif not self._closed:

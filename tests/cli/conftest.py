@@ -1,12 +1,18 @@
-"""The command line, as its entry point runs it."""
+"""The command line, as its entry point runs it, and a run to be looked at."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from lives import live, must_finish, run_directory, train_log
 from said import Cli, Said
 
+import everstep
 from everstep.cli import main
 
 
@@ -22,3 +28,20 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Said(int(leaving.value.code or 0), said.out, said.err)
 
     return run
+
+
+def die_at_five(run: everstep.Run) -> None:
+    if run.step == 3:
+        run.wait()
+    if run.step == 5:
+        run.wait("sealed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def resumed() -> Iterator[Path]:
+    """A run with a log that was killed after step 5, and went on to step 12."""
+    with run_directory() as directory:
+        assert live(lambda: train_log(directory, die_at_five, records_a_base=100)).killed
+        must_finish(lambda: train_log(directory, records_a_base=4, steps=12))
+        yield directory

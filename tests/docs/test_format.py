@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import xxhash
 
-from everstep import image, types
+from everstep import image, timeline, types
 from everstep.capture import arena as arenas
 from everstep.capture import extras
 from everstep.capture.arena import Arena
@@ -186,3 +186,29 @@ def test_a_large_blob_in_an_object_store_is_where_the_document_says() -> None:
     assert pointer == f"everstep-object {token[1]}\n".encode() and len(pointer) == objects._POINTER_BYTES == 49
     assert "`everstep-object <32 hex>` and a newline, 49 bytes" in TEXT
     assert bytes(objects.obstore.get(tier._store, keys[0]).bytes()) == data
+
+
+def test_the_timeline_is_laid_out_as_the_document_says(tmp_path: Path) -> None:
+    def spans_of(form: struct.Struct) -> list[tuple[int, int]]:
+        found, at = [], 0
+        for size in sizes(form):
+            found.append((at, size))
+            at += size
+        return found
+
+    block, span = table("## The timeline"), table("A span, from its own beginning")
+    assert [(int(row[0]), int(row[1])) for row in block] == spans_of(timeline._BLOCK)
+    assert [(int(row[0]), int(row[1])) for row in span] == spans_of(timeline._SPAN)
+    assert [(int(n), kind) for n, kind, _ in table("Kinds of spans")] == [(k, k.name.lower()) for k in timeline.Kind]
+    one = timeline.Timeline(timeline.timeline_of_rank(tmp_path, 0))
+    one.mark(timeline.Kind.PERSIST, 7, 0.0, 1.5, 3)
+    one.close()
+    data = one.path.read_bytes()
+    at = {row[2]: data[int(row[0]) : int(row[0]) + int(row[1])] for row in block}
+    inside = {row[2]: data[24 + int(row[0]) : 24 + int(row[0]) + int(row[1])] for row in span}
+    number = {name: int.from_bytes(value, "little") for name, value in (at | inside).items()}
+    assert at["magic"] == b"EVTL" and struct.unpack("<f", inside["seconds"]) == (1.5,)
+    assert (number["version"], number["span bytes"], number["spans"]) == (1, 24, 1)
+    assert (number["kind"], number["part"], number["step"]) == (20, 3, 7)
+    assert number["checksum"] == xxhash.xxh3_64_intdigest(data[24:])
+    assert timeline.LIMIT_BYTES == 4 << 20 and "4 MiB" in TEXT[TEXT.index("## The timeline") :]

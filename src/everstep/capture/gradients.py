@@ -37,6 +37,7 @@ from everstep.capture.tap import Tap
 from everstep.capture.update import flushes_denormals
 from everstep.events import ChainEnded, Degraded, RingMade
 from everstep.image import ImageLayout
+from everstep.timeline import Kind
 
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
 _PATIENCE_S = 0.5  # with a full ring, beside the share of the time that all of this may cost
@@ -82,7 +83,7 @@ class Recorder:
         self.update_s = self._update_s = self._began = 0.0  # that optimizers took in a step; of a device the launching
         for ring in left:
             ring.unseal_after(resumed_from)
-        self._tap = Tap(subjects, copier, life.emit) if compression is None else None
+        self._tap = Tap(subjects, copier, life.emit, life.moments) if compression is None else None
         self._purity: Purity | None = Purity(subjects)
         self._impure = ""  # why no step can be repeated
         self._handles = [
@@ -108,11 +109,13 @@ class Recorder:
     def _before_step(self, index: int, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         form = self._form
         if form is not None and not self._gap:
-            began = time.perf_counter()
+            began = time.monotonic()
             self._gap = self._obstacle(index, form, args, kwargs)
             if not self._gap:
                 self._take_gradients(index, form)
-            self.stall_s += time.perf_counter() - began
+            ended = time.monotonic()
+            self.stall_s += ended - began
+            self._life.moments.recorded(began, ended, index)
         if self._purity is not None:
             self._purity.before(index, call_of(self._subjects.optimizers[index], index))
         self._began = time.perf_counter()
@@ -351,7 +354,7 @@ class Recorder:
         cut_time: float,
         payload: bytes,
     ) -> None:
-        copy_s = 0.0
+        copy_s, began = 0.0, time.monotonic()
         if form.heavy is not None and large is not None:
             copy_s = form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
             self._life.seal(form.heavy[0].arena, large, step=step, cut_time=cut_time)
@@ -359,6 +362,8 @@ class Recorder:
         self._life.seal(form.record.arena, slot, step=step, cut_time=cut_time)
         self._draining.discard(slot)
         self.recorded_step, self.copy_s = step, copy_s
+        if form.record.leaves_later:
+            self._life.moments.mark(Kind.DRAIN, step, began, time.monotonic())
 
     # -- making the form
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.host import choose_place
+from everstep.capture.moments import Moments
 from everstep.config import Settings
 from everstep.events import Sink
 from everstep.image import ImageLayout
@@ -23,6 +24,7 @@ class Life:
     settings: Settings
     emit: Sink
     attach: Callable[[Arena], None]  # show the keeper an arena
+    moments: Moments = field(default_factory=Moments)
 
     @property
     def newest(self) -> int:

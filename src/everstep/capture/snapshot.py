@@ -31,6 +31,7 @@ from everstep.capture.shape import Shape, Views, make_shape, on_side, pin, unpin
 from everstep.errors import BadConfig
 from everstep.events import ArenaMade, Degraded, Skipped
 from everstep.image import ImageLayout
+from everstep.timeline import Kind
 
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
 _SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
@@ -58,7 +59,7 @@ class Capture:
         resumed_base: int | None,
         leased: set[int],
     ) -> None:
-        self._subjects, self._life = subjects, life
+        self._subjects, self._life, self._moments = subjects, life, life.moments
         self._left = left  # arenas of an earlier life of this rank, until the first base of this one is sealed
         self._arena: Arena | None = None
         self._seals = 0  # in the present arena
@@ -94,6 +95,7 @@ class Capture:
 
     def _gate(self, optimizer: int) -> None:
         """Let no update pass a copy."""
+        self._moments.updates()
         shape = self._shape
         needed = shape.gates.get(optimizer) if shape is not None else None
         if shape is None or not needed:
@@ -101,10 +103,12 @@ class Capture:
         if self._watched is not None:
             self._check_versions()
         if self._progress <= needed[-1]:
-            begin = time.perf_counter()
+            begin = time.monotonic()
             with self._lock:
                 self._lock.wait_for(lambda: self._progress > needed[-1])
-            self.stall_s += time.perf_counter() - begin
+            end = time.monotonic()
+            self.stall_s += end - begin
+            self._moments.waited(begin, end, optimizer)
         for bucket in needed:
             event = shape.events[bucket]
             if event is not None:
@@ -112,6 +116,7 @@ class Capture:
 
     def _after_step(self, optimizer: int) -> None:
         self.stepped = True
+        self._moments.updated(optimizer)
         if self._shape is None and optimizer not in self._order:
             self._order.append(optimizer)
 
@@ -315,7 +320,7 @@ class Capture:
             return
         for lane in shape.lanes.values():
             lane.cut.synchronize()
-        began = time.perf_counter()
+        began = time.monotonic()
         with self._lock:
             slot = shape.arena.free_slot(self._life.newest, self._leased)
             if slot is not None:
@@ -326,9 +331,11 @@ class Capture:
         views = shape.views[slot]
         payload = struct.pack("<Q", len(job.extras)) + job.extras
         views.extras[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self._copy(shape, views)
+        self._copy(shape, views, job.step)
         self._life.seal(shape.arena, slot, step=job.step, cut_time=job.cut_time)
-        self.sealed_step, self.copy_s = job.step, time.perf_counter() - began
+        ended = time.monotonic()
+        self.sealed_step, self.copy_s = job.step, ended - began
+        self._moments.mark(Kind.COPY, job.step, began, ended)
         self._seals += 1
         if self._seals >= (1 if self._life.topology.world == 1 else _SEALS_AHEAD):
             self.let_go()
@@ -340,7 +347,8 @@ class Capture:
             arena.remove()
             arena.close()  # an open descriptor would hold its memory
 
-    def _copy(self, shape: Shape, views: Views) -> None:
+    def _copy(self, shape: Shape, views: Views, step: int) -> None:
+        began = time.monotonic()
         with on_side(shape.lanes):
             for index, sources in enumerate(shape.sources):
                 lane, event = shape.lanes.get(sources[0].device), shape.events[index]
@@ -353,6 +361,9 @@ class Capture:
                 if lane is not None and event is not None:
                     event.record(lane.stream)
                 self._advance(index + 1)
+                if lane is None:  # of a device only the launching would be seen
+                    before, began = began, time.monotonic()
+                    self._moments.mark(Kind.BUCKET, step, before, began, index)
             for device, runs in shape.runs.items():
                 for target, source in (pair for run in runs for pair in run.chunks(views.flat)):
                     shape.lanes[device].begin()

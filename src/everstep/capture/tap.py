@@ -20,6 +20,7 @@ from everstep.capture.bits import cut_up, same_bits
 from everstep.capture.copier import Copier
 from everstep.capture.form import Form
 from everstep.capture.layout import Share, Subjects
+from everstep.capture.moments import Moments
 from everstep.capture.reductions import has_hook
 from everstep.events import Sink, TapMoved
 
@@ -30,8 +31,8 @@ _version = attrgetter("_version")
 class Tap:
     """The communication hooks of a run's DDP models."""
 
-    def __init__(self, subjects: Subjects, copier: Copier, emit: Sink) -> None:
-        self._subjects, self._copier, self._emit = subjects, copier, emit
+    def __init__(self, subjects: Subjects, copier: Copier, emit: Sink, moments: Moments) -> None:
+        self._subjects, self._copier, self._emit, self._moments = subjects, copier, emit, moments
         self._moved = False  # gradients are taken in front of step() instead
         self._form: Form | None = None
         self._slot = -1
@@ -51,6 +52,7 @@ class Tap:
         def hook(group: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             nonlocal was_last
             assert isinstance(group, dist.ProcessGroup)
+            self._moments.reduces()
             flat, parameters = bucket.buffer(), bucket.parameters()
             # in the first pass of a static graph every bucket claims to be the first, and has its parameters
             is_known = flat.layout is torch.strided and (bucket.index() > 0 or was_last)
@@ -61,9 +63,14 @@ class Tap:
             else:
                 flat.div_(group.size())
             reduced = dist.all_reduce(flat, group=group, async_op=True).get_future()
-            answer: torch.futures.Future[Tensor] = reduced.then(
-                lambda f: self._take(parameters, f.value()[0]) if is_known else f.value()[0]
-            )
+            ends_pass = was_last and not flat.is_cuda  # of a device only the launching would be seen
+
+            def take(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+                if ends_pass:
+                    self._moments.reduced()
+                return self._take(parameters, done.value()[0]) if is_known else done.value()[0]
+
+            answer: torch.futures.Future[Tensor] = reduced.then(take)
             return answer
 
         hook.__annotations__ = {"bucket": dist.GradBucket}  # DDP compares it, and not as a string

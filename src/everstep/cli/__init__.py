@@ -7,22 +7,42 @@ and the program differ; 6 the run is held by another process; 7 a medium or memo
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import typer
+from typer.core import TyperGroup
 
-from everstep.cli import export, gc, halt, ls, plan, rm, run, scavenge, show, simulate, status, tune, verify
 from everstep.errors import EverstepError
 
+COMMANDS = (
+    "ls", "show", "status", "verify", "plan", "tune", "simulate", "top", "trace", "report", "export", "halt",
+    "scavenge", "rm", "gc", "run",
+)  # fmt: skip
+
+
+class _Commands(TyperGroup):
+    """Loads the file of a command when that one is called: nobody who lists checkpoints waits for the simulator."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: object, cmd_name: str) -> typer.core.TyperCommand | None:
+        if cmd_name not in COMMANDS:
+            return None
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        command = import_module(f"everstep.cli.{cmd_name}").command
+        alone.command(cmd_name, context_settings={"allow_interspersed_args": cmd_name != "run"})(command)
+        return typer.main.get_command(alone)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Reads, checks and exports what Everstep keeps of a training run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (ls, show, status, verify, plan, tune, simulate, export, halt, scavenge, rm, gc):
-    app.command(module.__name__.rsplit(".", 1)[1])(module.command)
-app.command("run", context_settings={"allow_interspersed_args": False})(run.command)
 
 
 @app.callback(invoke_without_command=True)

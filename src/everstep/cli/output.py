@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,15 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     for row in rows:
         table.add_row(*row)
     Console().print(table, markup=False)
+
+
+@contextmanager
+def watching() -> Iterator[Callable[[str], None]]:
+    """Something that may take longer than two seconds: what is being done is shown while a terminal looks on."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda doing: status.update(f"{doing} ...")
 
 
 def human_bytes(count: int) -> str:

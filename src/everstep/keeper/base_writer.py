@@ -20,6 +20,7 @@ from everstep.keeper.rounds import Lane, Order
 from everstep.keeper.session import TICK_S, Session, lease_all
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
+from everstep.timeline import Kind, Mark
 
 _AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
 _AUTO_SHARE = 0.1  # and writing takes at most this share of the time
@@ -28,11 +29,11 @@ _AUTO_SHARE = 0.1  # and writing takes at most this share of the time
 class BaseWriter:
     def __init__(
         self, tier: DiskTier, roster: Roster, logbook: Logbook, replicas: Replicas, emit: Sink,
-        announce: Callable[[], None],
+        announce: Callable[[], None], mark: Mark,
     ) -> None:  # fmt: skip
         """`announce`: tell everybody how far the medium is."""
         self._tier, self._roster, self._logbook, self._replicas = tier, roster, logbook, replicas
-        self._emit, self._announce = emit, announce
+        self._emit, self._announce, self._mark = emit, announce, mark
         self._wrote = -1  # the newest base that this keeper made durable itself
         self._last_at = 0.0
         self.took_s = -1.0  # that the last base took; -1: there was none
@@ -135,7 +136,9 @@ class BaseWriter:
             arena = self._roster.overtaken.pop()
             arena.remove()
             arena.close()
-        self._last_at, self.took_s = time.monotonic(), time.monotonic() - began
+        self._last_at = time.monotonic()
+        self.took_s = self._last_at - began
+        self._mark(Kind.PERSIST, step, began, self._last_at)
         self._emit(Persisted(step=step, bytes=size, seconds=self.took_s, direct=self._tier.wrote_direct))
         if not any(session.alive for session in sessions):
             self._emit(Scavenged(step=step, ranks=tuple(session.hello.rank for session in sessions)))

@@ -52,6 +52,7 @@ from everstep.keeper.protocol import (
     find_runtime_folder,
     leave,
 )
+from everstep.timeline import Mark, unmarked
 from everstep.types import Level
 
 _ATTEMPTS = 5
@@ -70,8 +71,8 @@ class Answers:
 
 
 class KeeperClient:
-    def __init__(self, kind: KeeperKind, run: str, directory: Path, emit: Sink) -> None:
-        self._kind, self._run, self._directory, self._emit = kind, run, directory, emit
+    def __init__(self, kind: KeeperKind, run: str, directory: Path, emit: Sink, mark: Mark = unmarked) -> None:
+        self._kind, self._run, self._directory, self._emit, self._mark = kind, run, directory, emit, mark
         self._hello: Hello | None = None
         self._answers: Answers | None = None
         self._arenas: dict[ArenaKind, Arena] = {}
@@ -142,7 +143,7 @@ class KeeperClient:
             from everstep.keeper.keeper import Keeper  # a whole keeper is loaded only where one is to run
 
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            keeper = Keeper(self._directory, self._emit, inline=True)
+            keeper = Keeper(self._directory, self._emit, inline=True, mark=self._mark)
             self._inline = threading.Thread(
                 target=keeper.serve, args=(None, [Channel(theirs)]), name="everstep-keeper", daemon=True
             )

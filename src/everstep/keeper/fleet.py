@@ -54,6 +54,7 @@ from everstep.store.disk import DiskTier
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
 from everstep.tiers import Parity, Partner, Tiers, rate_of, tier_name
+from everstep.timeline import Mark
 from everstep.types import Holding, Level, Records, Source, Survives
 
 _TELL_S = 0.1  # since orders come as answers, even what is not new is told again
@@ -67,11 +68,11 @@ _GUESTS = "guests"
 class Fleet:
     def __init__(
         self, hello: Hello, node: str, tiers: Tiers, roster: Roster, guests: MemoryTier, disk: DiskTier,
-        takers: Takers, emit: Sink, announce: Callable[[], None],
+        takers: Takers, emit: Sink, announce: Callable[[], None], mark: Mark,
     ) -> None:  # fmt: skip
         """`announce`: tell the trainers how far each level is."""
         self._hello, self._node, self._tiers, self._roster = hello, node, tiers, roster
-        self._guests, self._takers, self._emit, self._announce = guests, takers, emit, announce
+        self._guests, self._takers, self._emit, self._announce, self._mark = guests, takers, emit, announce, mark
         self._copies: Copies | None = None
         self._host = TierHost({_GUESTS: guests, "disk": disk}, lent=_GUESTS)
         self._members: tuple[Member, ...] = ()
@@ -129,8 +130,8 @@ class Fleet:
         if disk is not None:
             self._reported["disk"] = disk
         for work in works:
-            self._lanes[work.name] = LaneWorker(work, self._roster, self._emit, partial(self.order, work.name))
-            self._reported[work.name] = self._lanes[work.name].status
+            lane = LaneWorker(work, self._roster, self._emit, partial(self.order, work.name), self._mark)
+            self._lanes[work.name], self._reported[work.name] = lane, lane.status
         if members[0].node == self._node:
             names = {name: every for name, every in self._cadences().items() if name in self._reported}
             self._rounds = Rounds([m.node for m in members], names, self._hello.generation, _SHARE)

@@ -64,6 +64,7 @@ from everstep.keeper.session import TICK_S, Session, check_all, give_up
 from everstep.store.manifest import committed_steps
 from everstep.store.places import Places, guest_tier
 from everstep.tiers import Tiers, gather, parse, tier_name
+from everstep.timeline import Mark, unmarked
 from everstep.topology import node_name
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ _LAST_FLUSH_S = 120.0  # and until deeper tiers must have what is left of one th
 
 
 class Keeper:
-    def __init__(self, directory: Path, emit: Sink, *, inline: bool = False) -> None:
+    def __init__(self, directory: Path, emit: Sink, *, inline: bool = False, mark: Mark = unmarked) -> None:
         """`inline`: a thread of the trainer, which waits for it; so it does not insist where a medium fails."""
-        self._inline, self._emit = inline, emit
+        self._inline, self._emit, self._mark = inline, emit, mark
         self._tier = Places.written(directory).disk_tier()
         self._selector = selectors.DefaultSelector()
         self._generation = ""
@@ -89,10 +90,10 @@ class Keeper:
         self._logbook = Logbook(self._tier, emit, lambda ring, step: self._takers.has_taken(self, ring, step))
         self._logbook.base = self._newest_committed()
         self._replicas = Replicas(directory, emit, self._roster, self._selector)
-        self._records = RecordWriter(self._logbook, self._roster, emit, self._announce)
+        self._records = RecordWriter(self._logbook, self._roster, emit, self._announce, mark)
         self._halting = Halting(directory, self._roster, emit)
         self._bases = BaseWriter(
-            self._tier, self._roster, self._logbook, self._replicas, self._halting.overhear, self._announce
+            self._tier, self._roster, self._logbook, self._replicas, self._halting.overhear, self._announce, mark
         )
         self._directory = directory
         self._council = Council(directory, emit)
@@ -298,7 +299,8 @@ class Keeper:
         guests = guest_tier(hello.run, tiers.memory.path)
         forget_passed_over(guests, hello)
         return Fleet(
-            hello, node_name(), tiers, self._roster, guests, self._tier, self._takers, self._emit, self._announce
+            hello, node_name(), tiers, self._roster, guests, self._tier, self._takers, self._emit, self._announce,
+            self._mark,
         )  # fmt: skip
 
     def _join(self, message: Join, hello: Hello) -> None:

@@ -96,6 +96,7 @@ class Keeping:
             self.take(step)
         if self.compression is not None:
             self.compression.end_step()
+        self._life.moments.kept(step)
 
     def _is_due(self, step: int) -> bool:
         if self.recorder is not None:

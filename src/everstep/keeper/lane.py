@@ -21,6 +21,7 @@ from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.session import SOON_S, Session, lease_all, longer
 from everstep.keeper.transit import CalledOff
+from everstep.timeline import Kind, Mark
 from everstep.types import Source
 
 _REST_S = 1.0
@@ -74,9 +75,9 @@ class Work(Protocol):
 
 
 class LaneWorker:
-    def __init__(self, work: Work, roster: Roster, emit: Sink, order: Callable[[], Order]) -> None:
+    def __init__(self, work: Work, roster: Roster, emit: Sink, order: Callable[[], Order], mark: Mark) -> None:
         """`order`: what is to be done now."""
-        self._work, self._roster, self._emit, self._order = work, roster, emit, order
+        self._work, self._roster, self._emit, self._order, self._mark = work, roster, emit, order, mark
         self._lock = threading.Lock()
         self._held: HeldBase | None = None  # what is being brought,
         self._kept: HeldBase | None = None  # and what all have brought, where that stays
@@ -149,8 +150,10 @@ class LaneWorker:
             self._retry_at = time.monotonic() + min(30.0, 0.25 * 2**self._failures)
             self._emit(Degraded(what=f"step {base.step} is not {_LEVEL[self.name]} yet", reason=str(error)))
             return
-        self._failures, self._done, self._seconds = 0, base.step, time.monotonic() - began
+        ended = time.monotonic()
+        self._failures, self._done, self._seconds = 0, base.step, ended - began
         if size:
+            self._mark(Kind.PROTECT if self.name == "protect" else Kind.FLUSH, base.step, began, ended)
             self._emit(Brought(step=base.step, tier=self._work.tier, bytes=size, seconds=self._seconds))
         if not self._work.stays:
             self._let_go()

@@ -13,14 +13,15 @@ from everstep.capture.arena import Arena
 from everstep.events import Sink, Tuned
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
+from everstep.timeline import Kind, Mark
 from everstep.tune.models import Tuning, has_moved, steps_per_flush
 
 _WEIGHT = 0.2  # of the newest flush in the running mean
 
 
 class Pace:
-    def __init__(self, logbook: Logbook, emit: Sink) -> None:
-        self._logbook, self._emit = logbook, emit
+    def __init__(self, logbook: Logbook, emit: Sink, mark: Mark) -> None:
+        self._logbook, self._emit, self._mark = logbook, emit, mark
         self._step_s: dict[int, float] = {}  # by rank
         self._told: int | None = None
         self.flush_s = -1.0  # that an append and its flush take; -1: not known yet
@@ -32,7 +33,9 @@ class Pace:
         began = time.monotonic()
         count = self._logbook.take(ring, is_urgent=is_urgent)
         if count:
-            took = time.monotonic() - began
+            ended = time.monotonic()
+            took = ended - began
+            self._mark(Kind.APPEND, ring.taken(), began, ended, hello.rank)
             self.flush_s = took if self.flush_s < 0 else (1 - _WEIGHT) * self.flush_s + _WEIGHT * took
         return count
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from everstep.errors import KeeperLost
 from everstep.events import EventLog, KeeperEnded, KeeperStarted
 from everstep.keeper.protocol import leave, runtime_folder, socket_address
+from everstep.timeline import Timeline, timeline_of_keeper
 from everstep.topology import node_name
 
 _NICENESS = 10
@@ -61,7 +62,9 @@ def main(run: str, directory: Path) -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends when its work is done; what must end it at once is SIGKILL
     emit = EventLog(directory / f"events-keeper-{node_name()}.jsonl")
     emit(KeeperStarted(pid=os.getpid(), node=node_name()))
-    Keeper(directory, emit).serve(listener, [])
+    timeline = Timeline(timeline_of_keeper(directory, node_name()))
+    Keeper(directory, emit, mark=timeline.mark).serve(listener, [])
+    timeline.close()
     path.unlink(missing_ok=True)
     (folder / "keeper.lock").unlink(missing_ok=True)
     leave(folder)

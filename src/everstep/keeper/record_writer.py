@@ -12,15 +12,16 @@ from everstep.keeper.pace import Pace
 from everstep.keeper.protocol import Trouble
 from everstep.keeper.roster import Roster
 from everstep.keeper.session import TICK_S, Session
+from everstep.timeline import Mark
 
 _LOG_TICK_S = 0.02  # between two looks at the rings
 
 
 class RecordWriter:
-    def __init__(self, logbook: Logbook, roster: Roster, emit: Sink, announce: Callable[[], None]) -> None:
+    def __init__(self, logbook: Logbook, roster: Roster, emit: Sink, announce: Callable[[], None], mark: Mark) -> None:
         """`announce`: tell everybody how far the medium is."""
         self._logbook, self._roster, self._emit, self._announce = logbook, roster, emit, announce
-        self._pace = Pace(logbook, emit)
+        self._pace = Pace(logbook, emit, mark)
         self.asked = threading.Event()  # somebody waits: do not rest, not even after a failure
         self.failures = 0  # in a row
 

@@ -20,6 +20,7 @@ from everstep.recover.load import Found, clear_attempt, find, note_attempt
 from everstep.recover.replay import replay
 from everstep.recover.state import State
 from everstep.recover.survey import Sources
+from everstep.timeline import Kind, Mark, unmarked
 from everstep.topology import Topology
 
 
@@ -31,12 +32,19 @@ class Resumed:
 
 
 def resume(
-    sources: Sources, state: State, feed: Feed | None, place: Topology, *, strict: bool, emit: Sink
-) -> Resumed | None:
+    sources: Sources, state: State, feed: Feed | None, place: Topology, *, strict: bool, emit: Sink,
+    mark: Mark = unmarked,
+) -> Resumed | None:  # fmt: skip
     """Stand where the newest restorable step ended, on every rank; None if there is no past."""
+    arrived = began = time.monotonic()
     limit: int | None = None
     while (found := find(sources, place, emit, limit)) is not None:
+        step, loaded = found.latest.step, time.monotonic()
+        mark(Kind.LOAD, step, began, loaded)
         limit = _try(sources, found, state, feed, place, strict=strict, emit=emit)
+        began = time.monotonic()
+        if found.chain is not None:
+            mark(Kind.REPLAY, step, loaded, began)
         if limit is None:
             break
     if found is None:
@@ -49,6 +57,7 @@ def resume(
     topology.exchange(b"", place)  # nobody forgets the attempt before all are through
     if place.is_leader:
         clear_attempt(sources, emit)
+    mark(Kind.RECOVERY, found.latest.step, arrived, time.monotonic())
     kinds = {part.source for part in found.plan.parts} | {one.source for one in found.plan.records}
     return Resumed(found.latest, found.base.step, " and ".join(sorted(kinds, reverse=True)))
 

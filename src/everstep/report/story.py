@@ -1,0 +1,56 @@
+"""What is known of a run: its events and its timeline, and what of them is missing.
+
+Whatever is broken is left out and named; only a directory that has nothing of a run is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.errors import EverstepError, NothingToRestore
+from everstep.events import AnyEvent, read_events
+from everstep.store.disk import DiskTier
+from everstep.store.manifest import RUN_RECORD, run_name
+from everstep.timeline import Track, read_timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    directory: Path
+    run: str  # empty: it cannot be read
+    events: list[AnyEvent]  # in the order of time
+    tracks: list[Track]
+    missing: list[str]  # sentences
+
+    @property
+    def began(self) -> float:
+        """The first moment of which anything is known."""
+        times = [event.time for event in self.events] + [track.spans[0].begin for track in self.tracks if track.spans]
+        return min(times, default=0.0)
+
+
+def read_story(directory: Path) -> Story:
+    missing: list[str] = []
+    directory = directory.absolute()
+    files = [*directory.glob("events-*.jsonl"), *directory.glob("timeline-*.bin")]
+    run = ""
+    try:
+        run = run_name(DiskTier(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        if not files:
+            raise NothingToRestore(f"{directory} is not a run's directory: it has no {RUN_RECORD}") from None
+        missing.append(f"{RUN_RECORD} is not there.")
+    except EverstepError as error:
+        missing.append(f"{RUN_RECORD}: {error}")
+    events = read_events(directory)
+    torn = sum(path.read_bytes().count(b"\n") for path in directory.glob("events-*.jsonl")) - len(events)
+    if not events:
+        missing.append("There are no events.")
+    if torn > 0:
+        missing.append(f"{torn} lines of the events are torn or unknown, and left out.")
+    tracks = read_timeline(directory)
+    if not any(track.spans for track in tracks):
+        missing.append("There is no timeline: no file timeline-*.bin has a span that can be read.")
+    missing += [f"The timeline of {track.name}: {problem}." for track in tracks for problem in track.problems]
+    return Story(directory, run, events, tracks, missing)
