@@ -61,12 +61,13 @@ def train(
     prepare: Callable[[Any], None] = lambda model: None,
     gather: int = 1,
     aside: Act = nothing,
+    device: str = "cpu",
     **options: Any,
 ) -> dict[str, Any]:
     """`gather`: batches a step. `aside`: what the program does between two steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # so that dropout differs from rank to rank, and must be restored
-    model = nn.parallel.DistributedDataParallel(_model(dropout), **(ddp or {}))
+    model = nn.parallel.DistributedDataParallel(_model(dropout).to(device), **(ddp or {}))
     prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
@@ -83,7 +84,7 @@ def train(
     for step in run.live():
         with step as (x, which):
             here.tries += 1
-            loss = nn.functional.cross_entropy(model(x), which % 3)
+            loss = nn.functional.cross_entropy(model(x.to(device)), which.to(device) % 3)
             gathers = here.tries % gather != 0
             with model.no_sync() if gathers else nullcontext():
                 loss.backward()
@@ -103,7 +104,7 @@ def train(
         "tries": here.tries,
         "weight": sum(float(p.detach().double().abs().sum()) for p in model.parameters()),
         "state": digest(model.module.state_dict(), optimizer.state_dict()),
-        "own": digest(losses, torch.get_rng_state()),
+        "own": digest(losses, torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else 0),
     }
 
 
