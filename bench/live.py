@@ -233,7 +233,8 @@ def recovery_table(rounds: int, jobs: Jobs, report: Report) -> Table:
         "From SIGKILL of one of four ranks to the next finished step", headers,
         note="Medians and ranges over jobs that take turns. torchrun: all are started again and resume from memory. "
         "torchft: the others go on without the lost. Where it is lost in backward, as in all rows but the last, they "
-        "end with an AssertionError in the communication hook of torchft 0.2; between two steps its heartbeats decide.",
+        "end with an AssertionError in the communication hook of torchft 0.2; between two steps they wait for its join "
+        "timeout, 0.2 s here.",
     )  # fmt: skip
     ways = [*BOUNDS_S, "torchrun", *(["torchft", "torchft, between steps"] if jobs.torchft else [])]
     found: dict[str, tuple[Stat, dict[str, Stat]]] = {way: (Stat(), {}) for way in ways}
