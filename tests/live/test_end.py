@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ import everstep
 from everstep import topology
 from everstep.errors import Restart
 from everstep.events import Finished, RanksLost, read_events
+from everstep.keeper.protocol import Lost
+from everstep.live.presence import Presence
 
 
 def die(*_: object) -> None:
@@ -144,3 +148,12 @@ def test_a_last_step_that_is_long_on_its_way_to_the_disk_is_waited_for(directory
     found = Team(directory, 3, on_loss=["rollback"], detect_timeout="0.5s").start(act).wait()
     assert [one["step"] for one in survivors(found)] == [STEPS] * 3
     assert not any(isinstance(event, RanksLost) for event in read_events(directory))
+
+
+def test_a_restart_is_never_taken_for_a_step_to_be_done_again() -> None:
+    """Whatever it says: where a group is lost, words like these come from torch."""
+    heard = Presence.__new__(Presence)
+    heard._changed, heard._line, heard._settings = threading.Condition(), None, SimpleNamespace(detect_s=0.1)
+    heard.lost = Lost(view=0, ranks=(1,), reason="its node store-1 was not heard of")
+    assert heard.is_by_loss(ConnectionError("connection closed by peer"))
+    assert not heard.is_by_loss(Restart(heard.lost.reason))
