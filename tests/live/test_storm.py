@@ -66,15 +66,17 @@ def ready_for(directory: Path, number: int) -> list[int]:
     return sorted({pid for pid in began.values() if process_alive(pid)})
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        4,
-        pytest.param(6, marks=pytest.mark.soak),
-        pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
-    ],
-)
-@pytest.mark.parametrize("policies", POLICIES, ids=str)
+STORMS = [
+    pytest.param(POLICIES[-1], 4, id="4 by all policies"),
+    *(pytest.param(policies, 6, id=f"6 by {policies}", marks=pytest.mark.soak) for policies in POLICIES),
+    *(
+        pytest.param(policies, 50, id=f"50 by {policies}", marks=[pytest.mark.soak, pytest.mark.timeout(900)])
+        for policies in POLICIES
+    ),
+]
+
+
+@pytest.mark.parametrize(("policies", "losses"), STORMS)
 def test_a_run_outlives_losses_at_random_moments(directory: Path, policies: list[str], losses: int) -> None:
     over, steps = directory.parent / "over", losses * STEPS_PER_LOSS
     team = Team(directory, WORLD, spares=losses, on_loss=policies, steps=steps)
