@@ -263,7 +263,7 @@ class Formed:
     def form(self, store: Callable[[], Any], rank: int, world: int) -> None:
         import torch.distributed as dist
 
-        with self.wires.noting():
+        with self.wires.noting(world):
             dist.init_process_group(
                 self.backend, store=store(), rank=rank, world_size=world, timeout=self.limit, **self.options
             )
