@@ -19,6 +19,7 @@ store/          where it lies, and whose it is          places claim halts
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush book logbook pace scavenge process
 keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer
+keeper/         and in numbers, for Prometheus          metrics scrape
 keeper/         who goes on after a loss                lines views assembly council embassy
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
 keeper/         beyond this node, a lane each           lane transit deeper sinking partners parity_work copies guests

@@ -10,6 +10,7 @@ import pytest
 from everstep import timeline
 from everstep.capture import moments
 from everstep.cli import app
+from everstep.keeper import metrics, scrape
 from everstep.report import rows
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -52,3 +53,12 @@ def test_the_number_of_spans_in_a_picture_is_that_of_the_code() -> None:
 def test_what_is_linked_is_there() -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", TEXT):
         assert (DOCS / target).exists(), target
+
+
+def test_the_metrics_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| `(everstep_\w+)` \| ([^|]*) \| ([^|]+) \|$", TEXT, re.MULTILINE)
+    told = {name: (tuple(re.findall(r"`(\w+)`", labels)), help) for name, labels, help in rows}
+    assert told == {name: (metric.labels, metric.help) for name, metric in metrics.METRICS.items()}
+    assert "every two seconds" in TEXT.replace("\n", " ") and scrape._AGAIN_S == 2.0
+    shown = set(re.findall(r"^(everstep_\w+)\{", TEXT, re.MULTILINE))
+    assert shown and shown <= metrics.METRICS.keys()
