@@ -39,7 +39,8 @@ lab/            and what a real run would decide then   rhythm holdings lifetime
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
 report/         a run for people who look at it         story rows trace whole series now
-report/         drawn, on one page                      figures page
+report/         drawn, on one page                      markup figures page
+report/         and what a simulation has written       outcomes simulated
 cli/            one file a command
 """
 

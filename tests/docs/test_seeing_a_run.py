@@ -22,7 +22,7 @@ def test_every_command_that_is_shown_has_its_options() -> None:
 
     commands = get_command(app).commands  # type: ignore[attr-defined]
     shown = re.findall(r"^\$ everstep (\w+)([^\n]*)", TEXT, re.MULTILINE)
-    assert [name for name, _ in shown] == ["report", "trace", "top"]
+    assert [name for name, _ in shown] == ["report", "simulate", "report", "trace", "top"]
     for name, words in shown:
         known = {option for one in commands[name].params for option in one.opts}
         assert set(re.findall(r"(?<= )-[-a-z]+", words)) <= known

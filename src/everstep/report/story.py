@@ -26,8 +26,16 @@ class Story:
     @property
     def began(self) -> float:
         """The first moment of which anything is known."""
-        times = [event.time for event in self.events] + [track.spans[0].begin for track in self.tracks if track.spans]
-        return min(times, default=0.0)
+        return min(self._moments(), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """From there to the last one."""
+        return max(self._moments(), default=0.0) - self.began
+
+    def _moments(self) -> list[float]:
+        ends = [moment for t in self.tracks if t.spans for moment in (t.spans[0].begin, max(s.end for s in t.spans))]
+        return [event.time for event in self.events] + ends
 
 
 def read_story(directory: Path) -> Story:
