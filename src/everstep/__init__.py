@@ -20,6 +20,7 @@ protect/        across nodes: who, where, and how       groups stripes xor reed_
 keeper/         out of the trainer's way                protocol session roster flush book logbook pace scavenge process
 keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer
 keeper/         and in numbers, for Prometheus          metrics scrape
+keeper/         and how busy the accelerators are       devices
 keeper/         who goes on after a loss                lines views assembly council embassy
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
 keeper/         beyond this node, a lane each           lane transit deeper sinking partners parity_work copies guests

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from everstep.events import RanksLost, Started, WentOn
 from everstep.report.rows import ROWS, called, row_of
-from everstep.report.series import Line, Steps, exposure, occupancy
+from everstep.report.series import Line, Steps, exposure, occupancy, utilisation
 from everstep.report.story import Story
 from everstep.timeline import Kind, Span
 
@@ -122,6 +122,19 @@ def occupied(story: Story) -> go.Figure:
     lines = {name: [(when, size / 1e6) for when, size in line] for name, line in occupancy(story).items()}
     figure = _lines(lines, story, 280)
     figure.update_yaxes(title="megabytes", rangemode="tozero")
+    return figure
+
+
+def utilised(story: Story) -> go.Figure:
+    figure = blank(260)
+    for number, (name, line) in enumerate(utilisation(story).items()):
+        figure.add_scattergl(
+            x=[round(when - story.began, 4) for when, _ in line], y=[percent for _, percent in line], mode="lines",
+            line={"width": 1.5, "color": LINES[number % len(LINES)]}, name=name,
+        )  # fmt: skip
+    figure.update_xaxes(range=[0, story.seconds])
+    figure.update_yaxes(title="busy, per cent", range=[0, 102])
+    mark_losses(figure, story)
     return figure
 
 

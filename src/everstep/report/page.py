@@ -93,6 +93,9 @@ def _chapter(title: str, story: Story, ranks: list[Steps]) -> Iterator[str]:
         yield section("Step time", note, drawn(figures.step_times([("", story, ranks)])))
         note = "How many steps each kind of loss would have cost at that moment."
         yield section("Exposure", note, drawn(figures.exposed(story)))
+    if any(track.spans for track in story.devices):
+        note = "As NVML says, asked twenty times a second: the time in which anything at all was computed there."
+        yield section("GPU utilisation", note, drawn(figures.utilised(story)))
     note = "Arenas and rings in memory, bases on the disk and beyond it; the log is not in it."
     yield section("Occupancy", note, drawn(figures.occupied(story)))
     yield section("What happened", "Failures, recoveries and all that was not as it should be.", _incidents(story))
