@@ -9,7 +9,8 @@ both ranks and the keeper are killed and shared memory is wiped. The training is
 Third act: `everstep run` trains on two ranks, and a spare stands by. A rank gets SIGKILL. The other does not leave its
 process: it stands still, the spare takes the place of the dead, and both go on with the step.
 
-At the end the results are compared, bit for bit, with the same trainings without failures.
+At the end the results are compared, bit for bit, with the same trainings without failures. The third run is drawn as a
+page to be looked at in a browser.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from everstep.events import RanksLost, Started, WentOn, read_events
 STEPS = 240
 LIVE_STEPS = 300
 FAILURES = 2
+PAGE = Path(__file__).parents[1] / "runs" / "report.html"
 console = Console()
 
 
@@ -196,6 +198,14 @@ def look_at_survival(directory: Path, victim: int, killed_at: float, step: int) 
     )  # fmt: skip
 
 
+def draw(directory: Path, page: Path) -> str:
+    """As `everstep report` does; where the page is, or why there is none."""
+    page.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "everstep.cli", "report", str(directory), "-o", str(page)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return f"\nthe third run, to look at: {page.as_uri()}" if ended.returncode == 0 else ended.stderr.strip()
+
+
 def same(one: object, two: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return (
@@ -230,6 +240,7 @@ def main() -> None:
         survival = train_live(progress, "a rank is replaced", live, random.randint(60, 200))
         train_live(progress, "the same, undisturbed", live_reference, None)
         kept_live = [everstep.open(one).load(LIVE_STEPS) for one in (live, live_reference)]
+        drawn = draw(live, PAGE)
 
     report([*failures, reboot], durable)
     verdicts = compare(kept)
@@ -238,6 +249,7 @@ def main() -> None:
     report_survival(survival)
     verdicts += compare(kept_live)
     losses = kept[0]["extra"]["losses"]["value"]
+    console.print(drawn, soft_wrap=True, highlight=False, markup=False)
     console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {time.time() - begun:.0f} s in all")
     lost = [f.step - f.resumed_from for f in failures]
     kept_all = len(failures) == FAILURES and all(n in (0, 1) for n in lost) and reboot.resumed_from >= durable

@@ -19,6 +19,8 @@ store/          where it lies, and whose it is          places claim halts
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush book logbook pace scavenge process
 keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer
+keeper/         and in numbers, for Prometheus          metrics scrape
+keeper/         and how busy the accelerators are       devices
 keeper/         who goes on after a loss                lines views assembly council embassy
 keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
 keeper/         beyond this node, a lane each           lane transit deeper sinking partners parity_work copies guests
@@ -38,7 +40,8 @@ lab/            and what a real run would decide then   rhythm holdings lifetime
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
 report/         a run for people who look at it         story rows trace whole series now
-report/         drawn, on one page                      figures page
+report/         drawn, on one page                      markup figures page
+report/         and what a simulation has written       outcomes simulated
 cli/            one file a command
 """
 

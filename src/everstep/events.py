@@ -181,6 +181,13 @@ class Degraded(Event, frozen=True, kw_only=True):
 
     what: str
     reason: str
+    tier: str = ""  # whose write failed, if it was one
+
+
+class MetricsServed(Event, frozen=True, kw_only=True):
+    """Prometheus may ask here, as long as this keeper lives."""
+
+    address: str
 
 
 class KeeperStarted(Event, frozen=True, kw_only=True):
@@ -304,6 +311,7 @@ AnyEvent = (
     | FlushCancelled
     | Joined
     | Degraded
+    | MetricsServed
     | KeeperStarted
     | KeeperEnded
     | Scavenged

@@ -16,6 +16,8 @@ from everstep.errors import BadConfig
 _FIRST_PORT, _PORTS = 10_000, 20_000  # below those that kernels give to clients
 _NO_REAL_STEP = 0xFFFF_FFF0  # Slurm numbers a batch script from here on: it is one process, whatever SLURM_NTASKS says
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_HOST = r"[A-Za-z0-9._-]*|\[[0-9a-fA-F:.]+\]"
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,15 @@ def end_time(environment: Mapping[str, str]) -> float | None:
     return None
 
 
+def metrics_address(environment: Mapping[str, str]) -> str:
+    """Where keepers are to answer Prometheus, as host:port. A port alone: for this machine only; empty: nowhere."""
+    text = environment.get("EVERSTEP_METRICS", "")
+    host, _, port = text.rpartition(":")
+    if text and not (port.isascii() and port.isdigit() and int(port) < 1 << 16 and re.fullmatch(_HOST, host)):
+        raise BadConfig(f"EVERSTEP_METRICS must be a port or host:port, such as 9464 or 0.0.0.0:9464, not {text!r}")
+    return f"{host or _LOOPBACK}:{port}" if text else ""
+
+
 def first_host(nodes: str) -> str:
     """The first of a list as Slurm writes it: `gpu[08-11,20],login1` begins with `gpu08`."""
     found = re.match(rf"({_NAME})?(?:\[([A-Za-z0-9]+)[^\]]*\]([A-Za-z0-9._-]*))?", nodes)
@@ -91,7 +102,7 @@ def first_host(nodes: str) -> str:
 def _by_mpirun(environment: Mapping[str, str]) -> Launched:
     world = _number(environment, "OMPI_COMM_WORLD_SIZE")
     if _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", default=0) == world:
-        master = "127.0.0.1"
+        master = _LOOPBACK
     else:  # it tells nobody where rank 0 is; inside a Slurm job that is the first node
         master = first_host(environment.get("SLURM_JOB_NODELIST", ""))
     return Launched(
@@ -106,7 +117,7 @@ def _by_srun(environment: Mapping[str, str]) -> Launched:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     master = first_host(nodes) or environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if "1" in (environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_JOB_NUM_NODES")):
-        master = "127.0.0.1"
+        master = _LOOPBACK
     world = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     return Launched(
         by="srun", rank=_number(environment, "SLURM_PROCID"), world=_number(environment, world),

@@ -30,6 +30,7 @@ _VERSION = 1
 _MAGIC = b"EVTL"
 _BLOCK = struct.Struct("<4sHHIIQ")  # magic, version, bytes a span, pid, spans, checksum of them
 _SPAN = struct.Struct("<dfHHQ")  # begin, seconds, kind, part, step
+_DEVICE_PARTS = 128  # more than per cent there are
 
 
 class Kind(IntEnum):
@@ -55,6 +56,7 @@ class Kind(IntEnum):
     RECOVERY = 30  # all of a resume
     LOAD = 31  # finding, reading and checking a past
     REPLAY = 32  # repeating steps
+    DEVICE = 40  # how busy one was: see device_part; `step` numbers such spans
 
 
 _ONCE = (Kind.RECOVERY, Kind.LOAD, Kind.REPLAY)  # of a life: they stay however old they are
@@ -208,6 +210,19 @@ def timeline_of_keeper(directory: Path, node: str) -> Path:
     return directory / f"timeline-keeper-{node}.bin"
 
 
+def timeline_of_devices(directory: Path, node: str) -> Path:
+    """A file of its own: twenty spans a second would push out what the keeper did."""
+    return directory / f"timeline-devices-{node}.bin"
+
+
+def device_part(device: int, percent: int) -> int:
+    return _DEVICE_PARTS * device + percent
+
+
+def device_and_percent(span: Span) -> tuple[int, int]:
+    return divmod(span.part, _DEVICE_PARTS)
+
+
 def read_timeline(directory: Path, newest_bytes: int | None = None) -> list[Track]:
     """What all processes of a run did, as far as their files are in this directory: ranks first.
 
@@ -216,6 +231,11 @@ def read_timeline(directory: Path, newest_bytes: int | None = None) -> list[Trac
     ranks = sorted(directory.glob("timeline-rank-*.bin"))
     keepers = sorted(directory.glob("timeline-keeper-*.bin"))
     return [_read(path, newest_bytes) for path in (*ranks, *keepers)]
+
+
+def read_devices(directory: Path) -> list[Track]:
+    """How busy the accelerators of each node were, where a keeper could know."""
+    return [_read(path, None) for path in sorted(directory.glob("timeline-devices-*.bin"))]
 
 
 def _read(path: Path, newest_bytes: int | None) -> Track:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import html
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from pages import body, drawn, report, sections
 from said import Cli
 
 import everstep
-from everstep.events import Persisted, read_events
+from everstep.events import Persisted, RanksLost, WentOn, read_events
 from everstep.report.series import exposure, occupancy, steps_of
 from everstep.report.story import Story, read_story
 from everstep.timeline import Kind, Span, Track
@@ -22,53 +21,13 @@ SECTIONS = ("Timeline", "Step time", "Exposure", "Occupancy", "What happened", "
 plotly = pytest.importorskip("plotly", reason="the report needs plotly: pip install 'everstep[report]'")
 
 
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    """Debian's, installed where it is missing and may be."""
-    if shutil.which("chromium") is None and os.geteuid() == 0 and shutil.which("apt-get") is not None:
-        try:
-            subprocess.run(["apt-get", "install", "-y", "chromium"], capture_output=True, timeout=200, check=False)
-        except subprocess.TimeoutExpired:
-            pytest.skip("chromium was not installed within 200 s: the page is not looked at")
-    found = shutil.which("chromium")
-    if found is None:
-        pytest.skip("there is no chromium, and it cannot be installed here: the page is not looked at")
-    return found
-
-
-def report(cli: Cli, page: Path, *words: object) -> str:
-    said = cli("report", *words, "-o", page)
-    assert said.code == 0, said.err
-    return page.read_text()
-
-
-def body(page: str) -> str:
-    """What is not the script that draws."""
-    return page[page.rindex("</head>") :]
-
-
-def drawn(chromium: str, page: Path, tmp_path: Path) -> str:
-    """The page as a browser has made it, without a network."""
-    ended = subprocess.run(
-        [
-            chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            f"--user-data-dir={tmp_path}/profile", "--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1360,3000",
-            "--virtual-time-budget=10000", "--dump-dom", page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return body(ended.stdout)
-
-
 def test_a_browser_draws_every_picture_of_the_page(cli: Cli, resumed: Path, tmp_path: Path, chromium: str) -> None:
     page = tmp_path / "report.html"
     text = report(cli, page, resumed)
     assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=", body(text))  # nothing is fetched
     seen = drawn(chromium, page, tmp_path)
-    figures = re.findall(r"<h2>([^<]+)</h2>(.*?)</section>", seen, re.DOTALL)
-    assert tuple(title for title, _ in figures) == SECTIONS
-    pictures = dict(figures)
+    pictures = sections(seen)
+    assert tuple(pictures) == SECTIONS
     for title in SECTIONS[:4]:
         assert "main-svg" in pictures[title], f"{title} was not drawn"
     assert "rank 0 · training" in pictures["Timeline"] and "rank 0 · recovery" in pictures["Timeline"]
@@ -169,3 +128,40 @@ def test_what_a_killed_rank_had_not_written_is_not_taken_for_a_loss() -> None:
     tracks = [Track("rank 0", spans(9), []), Track("rank 1", spans(4), [])]
     lines = exposure(Story(Path("run"), "", [], tracks, []))
     assert max(steps for _, steps in lines["the processes die"]) == 1
+
+
+def survived() -> Story:
+    """Ranks make a step a second; at 20 s one is lost, and at 25 s both go on."""
+
+    def spans() -> list[Span]:
+        found = [Span(float(step), 1.0, Kind.STEP, 0, step, 1) for step in range(20)]
+        return found + [Span(step + 5.0, 1.0, Kind.STEP, 0, step, 1) for step in range(20, 60)]
+
+    def went_on(rank: int, restored_s: float) -> WentOn:
+        return WentOn(
+            time=25.0, view=1, rank=rank, world=2, policy="spare", step=19, left_at=19, exact=True, stopped_s=0.5,
+            met_s=0.5, restored_s=restored_s,
+        )  # fmt: skip
+
+    lost = RanksLost(time=20.0, view=0, rank=1, how="its process ended")
+    tracks = [Track("rank 0", spans(), []), Track("rank 1", spans(), [])]
+    return Story(Path("run"), "", [lost, went_on(0, 1.0), went_on(1, 3.0)], tracks, [])
+
+
+def test_the_timeline_opens_where_a_loss_was_survived() -> None:
+    from everstep.report import figures
+
+    story = survived()
+    figure, _ = figures.timeline(story)
+    begin, end = figure.layout.xaxis.range
+    assert begin < 20.0 - story.began and 25.0 - story.began < end
+    assert end - begin < 5.0 + 2 * 8
+    untold = Story(Path("run"), "", [], story.tracks, [])
+    begin, end = figures.timeline(untold)[0].layout.xaxis.range
+    assert begin > 25.0 and end - begin <= 8 + 1  # the middle of it
+
+
+def test_a_recovery_took_as_long_as_the_slowest_rank() -> None:
+    from everstep.report import page
+
+    assert page._recovery_s(survived()) == pytest.approx(0.5 + 0.5 + 3.0)

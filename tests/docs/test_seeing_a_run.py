@@ -10,6 +10,7 @@ from commands import options_of
 
 from everstep import timeline
 from everstep.capture import moments
+from everstep.keeper import metrics, scrape
 from everstep.report import rows
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -18,7 +19,7 @@ TEXT = (DOCS / "seeing-a-run.md").read_text()
 
 def test_every_command_that_is_shown_has_its_options() -> None:
     shown = re.findall(r"^\$ everstep (\w+)([^\n]*)", TEXT, re.MULTILINE)
-    assert [name for name, _ in shown] == ["report", "trace", "top"]
+    assert [name for name, _ in shown] == ["report", "simulate", "report", "trace", "top"]
     for name, words in shown:
         assert set(re.findall(r"(?<= )-[-a-z]+", words)) <= options_of(name)
     for option, name in (("--compare", "report"), ("--once", "top"), ("--json", "top")):
@@ -48,3 +49,12 @@ def test_the_number_of_spans_in_a_picture_is_that_of_the_code() -> None:
 def test_what_is_linked_is_there() -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", TEXT):
         assert (DOCS / target).exists(), target
+
+
+def test_the_metrics_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| `(everstep_\w+)` \| ([^|]*) \| ([^|]+) \|$", TEXT, re.MULTILINE)
+    told = {name: (tuple(re.findall(r"`(\w+)`", labels)), help) for name, labels, help in rows}
+    assert told == {name: (metric.labels, metric.help) for name, metric in metrics.METRICS.items()}
+    assert "every two seconds" in TEXT.replace("\n", " ") and scrape._AGAIN_S == 2.0
+    shown = set(re.findall(r"^(everstep_\w+)\{", TEXT, re.MULTILINE))
+    assert shown and shown <= metrics.METRICS.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lives import must_finish, run_directory, train_tiny
 
 from everstep.keeper.process import environment
 
@@ -48,3 +50,18 @@ def test_mpirun_starts_a_job_and_starts_it_again(tmp_path: Path) -> None:
     train = [*mpirun, EXAMPLES / "mpirun_train.py", "--dir", tmp_path / "run"]
     assert "2 ranks, resumed from step None, now at step 40" in run(*train)
     assert "2 ranks, resumed from step 40, now at step 60" in run(*train, "--steps", "60")
+
+
+def test_the_demo_says_where_its_page_is_or_why_there_is_none(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="the report needs plotly: pip install 'everstep[report]'")
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    assert spec is not None and spec.loader is not None
+    demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    page = tmp_path / "runs" / "report.html"
+    with run_directory() as directory:
+        must_finish(lambda: train_tiny(directory))
+        assert demo.draw(directory, page) == f"\nthe third run, to look at: {page.as_uri()}"
+    assert "<h2>Timeline</h2>" in page.read_text()
+    nothing = tmp_path / "nothing"
+    assert demo.draw(nothing, page).startswith(f"everstep: {nothing} is not a run's directory")

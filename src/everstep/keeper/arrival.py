@@ -19,7 +19,7 @@ from everstep.events import EventLog
 from everstep.keeper.client import KeeperClient, asked_of
 from everstep.keeper.note import read_charter
 from everstep.keeper.protocol import Charter, Convene, Convened, Hello, Member, Seat, Sitting, Trouble, connect
-from everstep.launch import end_time
+from everstep.launch import end_time, metrics_address
 from everstep.store.claim import Claim, make, sign
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import run_name
@@ -33,7 +33,8 @@ _CONVENE_S, _AGAIN_S = 30.0, 0.1
 
 
 def check(settings: Settings, place: Topology) -> None:
-    """What a thread of one rank cannot do for all of them."""
+    """Before anything begins: whether the environment is right, and what a thread of one rank cannot do for all."""
+    metrics_address(os.environ)
     tiers = settings.tiers
     if settings.keeper == "inline" and place.world > 1 and (tiers.deeper or tiers.protection):
         raise BadConfig("keeper='inline' is for one rank alone where a run has deeper tiers or partners")
@@ -79,7 +80,7 @@ def arrive(
             every_steps=every.steps, every_s=every.seconds, every_capture=settings.mode == "disk",
             lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
             torch=str(torch.__version__), replica=replica, tiers=str(settings.tiers), secret=secret,
-            began=time.time(), end_time=end_time(os.environ),
+            began=time.time(), end_time=end_time(os.environ), metrics=metrics_address(os.environ),
             address=f"{topology.own_address(place)}:0" if secret else "",
         )
     )  # fmt: skip

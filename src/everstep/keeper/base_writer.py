@@ -62,7 +62,7 @@ class BaseWriter:
             except Exception as error:  # whatever it is: the next step is tried again, and nobody is left in the dark
                 self.failures += 1
                 self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self.failures)
-                self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error)))
+                self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error), tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))
 
     # -- when

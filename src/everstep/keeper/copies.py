@@ -105,7 +105,9 @@ class Copies:
             return any(taken)
         except (EverstepError, OSError) as error:
             if not copy.is_lost:
-                self._emit(Degraded(what=f"records are not copied to the {copy.name}", reason=str(error)))
+                self._emit(
+                    Degraded(what=f"records are not copied to the {copy.name}", reason=str(error), tier="partner")
+                )
             copy.lose()
         except ValueError:
             pass  # the ring was closed in this moment: another one follows, or none

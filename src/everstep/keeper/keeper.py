@@ -30,6 +30,7 @@ from everstep.keeper.deeper import DeeperWork
 from everstep.keeper.guests import forget_passed_over
 from everstep.keeper.halting import Halting
 from everstep.keeper.logbook import Logbook
+from everstep.keeper.metrics import Metrics, Tally
 from everstep.keeper.protocol import (
     AnyMessage,
     AskDurable,
@@ -69,6 +70,7 @@ from everstep.topology import node_name
 
 if TYPE_CHECKING:
     from everstep.keeper.fleet import Fleet
+    from everstep.keeper.scrape import Scrape
 
 _CHECK_SHARE = 0.1  # checksumming slots that nobody writes takes at most this share of a core
 _PATIENCE_S = 86400.0  # how long an arena is held that cannot be made durable
@@ -80,6 +82,8 @@ _LAST_FLUSH_S = 120.0  # and until deeper tiers must have what is left of one th
 class Keeper:
     def __init__(self, directory: Path, emit: Sink, *, inline: bool = False, mark: Mark = unmarked) -> None:
         """`inline`: a thread of the trainer, which waits for it; so it does not insist where a medium fails."""
+        tally = Tally(emit, mark)
+        emit, mark = tally.emit, tally.mark
         self._inline, self._emit, self._mark = inline, emit, mark
         self._tier = Places.written(directory).disk_tier()
         self._selector = selectors.DefaultSelector()
@@ -98,6 +102,8 @@ class Keeper:
         self._directory = directory
         self._council = Council(directory, emit)
         self._fleet: Fleet | None = None
+        self._metrics = Metrics(tally, self._roster, self._logbook, self._durable)
+        self._scrape: Scrape | None = None
         self._ending = threading.Event()
         self._threads = [
             threading.Thread(target=self._bases.work, args=(self._ending,), name="everstep-flush", daemon=True),
@@ -144,6 +150,8 @@ class Keeper:
         self._records.asked.set()
         for thread in self._threads:
             thread.join()
+        if self._scrape is not None:
+            self._scrape.close()
         self._council.close()
         if self._fleet is not None:
             self._fleet.close()
@@ -248,6 +256,8 @@ class Keeper:
     def _welcome(self, channel: Channel, hello: Hello) -> None:
         if hello.generation != self._generation:
             self._meet_others(hello)
+            self._metrics.begin_life(hello, node_name())
+            self._be_asked_at(hello.metrics)
         with self._roster.lock:
             earlier = self._roster.sessions.get(hello.rank)
             session = Session(hello, channel)
@@ -292,6 +302,15 @@ class Keeper:
         tiers = gather(parse(hello.tiers, "Hello"))
         if hello.secret or tiers.deeper:
             self._fleet = self._make_fleet(hello, tiers)
+
+    def _be_asked_at(self, address: str) -> None:
+        """By Prometheus, if a new life wishes so."""
+        if address and self._scrape is None:
+            from everstep.keeper.scrape import Scrape  # brings a web server, that most keepers do without
+
+            self._scrape = Scrape(self._metrics, self._emit)
+        if self._scrape is not None:
+            self._scrape.open(address)
 
     def _make_fleet(self, hello: Hello, tiers: Tiers) -> Fleet:
         from everstep.keeper.fleet import Fleet  # needs a package that one node alone does not

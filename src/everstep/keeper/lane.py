@@ -148,7 +148,7 @@ class LaneWorker:
             if self._failures >= _TRIES:
                 self._missed, self._failures = wanted, 0
             self._retry_at = time.monotonic() + min(30.0, 0.25 * 2**self._failures)
-            self._emit(Degraded(what=f"step {base.step} is not {_LEVEL[self.name]} yet", reason=str(error)))
+            self._complain(base.step, error)
             return
         ended = time.monotonic()
         self._failures, self._done, self._seconds = 0, base.step, ended - began
@@ -222,9 +222,13 @@ class LaneWorker:
             self._work.over(complete, self.complete)
         except Exception as error:  # whatever it is: it is tried again, and nobody is left in the dark
             self._retry_at = time.monotonic() + _REST_S
-            self._emit(Degraded(what=f"step {complete} is not {_LEVEL[self.name]} yet", reason=str(error)))
+            self._complain(complete, error)
             return
         self.complete = complete
+
+    def _complain(self, step: int, error: Exception) -> None:
+        what = f"step {step} is not {_LEVEL[self.name]} yet"
+        self._emit(Degraded(what=what, reason=str(error), tier=self._work.tier))
 
 
 def _has_room(sessions: list[Session]) -> bool:

@@ -6,6 +6,7 @@ Nothing here is asked of the trainer: a record stays in its ring until the logbo
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -40,6 +41,8 @@ class Logbook:
         self._held = -1  # and the one whose values are to follow
         self._tensor_bytes: dict[int, int] = {}  # of a rank's newest record, without its extras
         self._told: int | None = None  # how far apart values were said to be
+        self.records: Counter[int] = Counter()  # written from here, by rank,
+        self.record_bytes = 0  # and of all of them
 
     def open(self, hello: Hello) -> None:
         """A rank is there: what was passed over when it resumed goes, and its log is gone on with."""
@@ -89,8 +92,10 @@ class Logbook:
             raise Damaged("the ring has lost its header", tier="memory", rank=ring.rank)
         following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]
         records = [_framed(ring, seal) for seal in following]
-        if book.write(header, ring.layout_digest, records):
-            size = sum(frame.payload_bytes for frame, _ in records)
+        is_begun, size = book.write(header, ring.layout_digest, records), sum(f.payload_bytes for f, _ in records)
+        self.records[ring.rank] += len(records)
+        self.record_bytes += size
+        if is_begun:
             self._emit(Logged(rank=ring.rank, first=found[0].step, last=following[-1].step, bytes=size))
         layout, info = image.parse_cached(header, ring.slot_bytes, ring.place)
         book.has_values = info.has_values
@@ -120,7 +125,7 @@ class Logbook:
 
     def reach(self) -> int:
         """The newest step that a reboot would leave: the base, and the records of all ranks here that follow it."""
-        books, base = self._books.values(), self.base
+        books, base = list(self._books.values()), self.base
         if not books or any(not book.leads_from(base) for book in books):
             return base
         last = min(book.last for book in books)

@@ -13,7 +13,7 @@ from pathlib import Path
 from everstep.errors import KeeperLost
 from everstep.events import EventLog, KeeperEnded, KeeperStarted
 from everstep.keeper.protocol import leave, runtime_folder, socket_address
-from everstep.timeline import Timeline, timeline_of_keeper
+from everstep.timeline import Timeline, timeline_of_devices, timeline_of_keeper
 from everstep.topology import node_name
 
 _NICENESS = 10
@@ -42,6 +42,7 @@ def keeper_log(directory: Path) -> Path:
 
 
 def main(run: str, directory: Path) -> None:
+    from everstep.keeper.devices import Devices
     from everstep.keeper.keeper import Keeper  # whoever only starts one does not load it
 
     folder = runtime_folder(run)
@@ -63,7 +64,9 @@ def main(run: str, directory: Path) -> None:
     emit = EventLog(directory / f"events-keeper-{node_name()}.jsonl")
     emit(KeeperStarted(pid=os.getpid(), node=node_name()))
     timeline = Timeline(timeline_of_keeper(directory, node_name()))
+    devices = Devices(timeline_of_devices(directory, node_name()))
     Keeper(directory, emit, mark=timeline.mark).serve(listener, [])
+    devices.close()
     timeline.close()
     path.unlink(missing_ok=True)
     (folder / "keeper.lock").unlink(missing_ok=True)

@@ -97,6 +97,7 @@ class Hello(Message, frozen=True, kw_only=True):
     began: float = 0.0  # when this life did,
     end_time: float | None = None  # and when its allocation will end, if that is known
     replica: str = ""  # the kind of device on which the state is that a replica is to follow; empty: there is none
+    metrics: str = ""  # where the keeper is to answer Prometheus; empty: nowhere
 
 
 class Attach(Message, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ class RecordWriter:
             except Exception as error:  # whatever it is: rings hold the records, and nobody is left in the dark
                 self.failures += 1
                 rest = min(60.0, 0.5 * 2**self.failures)
-                self._emit(Degraded(what="records are not durable yet", reason=str(error)))
+                self._emit(Degraded(what="records are not durable yet", reason=str(error), tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))
 
     def _take(self) -> None:

@@ -9,12 +9,13 @@ import plotly.graph_objects as go
 
 from everstep.events import RanksLost, Started, WentOn
 from everstep.report.rows import ROWS, called, row_of
-from everstep.report.series import Line, Steps, exposure, occupancy
+from everstep.report.series import Line, Steps, exposure, occupancy, utilisation
 from everstep.report.story import Story
 from everstep.timeline import Kind, Span
 
 MOST_SPANS = 20_000  # in one picture; a browser becomes slow with more
 _SHOWN_STEPS = 8  # that the timeline shows at first
+_LOST = "lost"
 _COLOURS = {
     Kind.DATA: "#b9a44c", Kind.COMPUTE: "#4c78a8", Kind.FORWARD: "#4c78a8",
     Kind.BACKWARD: "#2f5d8a", Kind.COMMUNICATION: "#72b7b2", Kind.GATE: "#e45756", Kind.UPDATE: "#54a24b",
@@ -22,11 +23,11 @@ _COLOURS = {
     Kind.PERSIST: "#9d755d", Kind.APPEND: "#79706e", Kind.PROTECT: "#83bcb6", Kind.FLUSH: "#d67195",
     Kind.RECOVERY: "#fbd1d1", Kind.LOAD: "#e45756", Kind.REPLAY: "#ff9da6",
 }  # fmt: skip
-_LINES = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#79706e")
+LINES = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#79706e")
 _THICK = {Kind.BUCKET: 0.4, Kind.RECORD: 0.4, Kind.LOAD: 0.5, Kind.REPLAY: 0.5}  # what lies inside another
 
 
-def _figure(height: int, **layout: Any) -> go.Figure:
+def blank(height: int, **layout: Any) -> go.Figure:
     font = {"family": "system-ui, sans-serif", "size": 13, "color": "#24292f"}
     figure = go.Figure()
     figure.update_layout(
@@ -46,7 +47,7 @@ def timeline(story: Story) -> tuple[go.Figure, str]:
     left_out, spans = max(0, len(spans) - MOST_SPANS), spans[-MOST_SPANS:]
     used = {(name, row_of(span)) for name, span in spans}
     places = [f"{t.name} · {row}" for t in story.tracks for row in ROWS if (t.name, row) in used]
-    figure = _figure(130 + 26 * len(places), barmode="overlay", bargap=0.15, dragmode="pan")
+    figure = blank(130 + 26 * len(places), barmode="overlay", bargap=0.15, dragmode="pan")
     by_kind: dict[int, list[tuple[str, Span]]] = {}
     for name, span in spans:
         by_kind.setdefault(span.kind, []).append((f"{name} · {row_of(span)}", span))
@@ -62,12 +63,23 @@ def timeline(story: Story) -> tuple[go.Figure, str]:
             marker={"color": _colours(of_kind), "line": {"width": 0}},
         )  # fmt: skip
     figure.update_yaxes(categoryorder="array", categoryarray=places[::-1], fixedrange=True)
-    steps = [span for _, span in spans if span.kind == Kind.STEP]
-    if len(steps) > 1:
-        one = steps[len(steps) // 2 :][: _SHOWN_STEPS * max(1, sum(t.name.startswith("rank") for t in story.tracks))]
-        figure.update_xaxes(range=[one[0].begin - story.began, max(s.end for s in one) - story.began])
+    shown = _first_view(story, [span for _, span in spans if span.kind == Kind.STEP])
+    if shown:
+        figure.update_xaxes(range=[shown[0].begin - story.began, max(s.end for s in shown) - story.began])
+    mark_losses(figure, story)
     said = f"The {len(spans)} newest spans; {left_out} older ones are in `everstep trace`." if left_out else ""
     return figure, said
+
+
+def _first_view(story: Story, steps: list[Span]) -> list[Span]:
+    """The steps around the first loss that was survived; else some in the middle."""
+    count = _SHOWN_STEPS * max(1, sum(track.name.startswith("rank") for track in story.tracks))
+    back = next((when for when, word, _ in _turns(story) if word != _LOST), None)
+    if back is not None:
+        before, after = [s for s in steps if s.begin < back], [s for s in steps if s.begin >= back]
+        if before and after:
+            return before[-count // 2 :] + after[: count // 2]
+    return steps[len(steps) // 2 :][:count]
 
 
 def _colours(of_kind: list[tuple[str, Span]]) -> str | list[str]:
@@ -80,11 +92,11 @@ def _colours(of_kind: list[tuple[str, Span]]) -> str | list[str]:
 
 def step_times(stories: Sequence[tuple[str, Story, list[Steps]]]) -> go.Figure:
     """Those with a base being copied beside them are filled, others are hollow."""
-    figure = _figure(340)
+    figure = blank(340)
     number = 0
     for label, story, ranks in stories:
         for one in ranks:
-            colour = _LINES[number % len(_LINES)]
+            colour = LINES[number % len(LINES)]
             number += 1
             symbols = ["circle" if captured else "circle-open" for captured in one.captured]
             figure.add_scattergl(
@@ -93,6 +105,7 @@ def step_times(stories: Sequence[tuple[str, Story, list[Steps]]]) -> go.Figure:
                 customdata=one.steps, hovertemplate="step %{customdata}: %{y:.2f} ms<extra></extra>",
             )  # fmt: skip
         mark_losses(figure, story)
+    figure.update_xaxes(range=[0, max(story.seconds for _, story, _ in stories)])
     round_numbers = [number * 10**power for power in range(-3, 7) for number in (1, 2, 5)]
     figure.update_yaxes(title="step, milliseconds", type="log", tickvals=round_numbers)
     return figure
@@ -112,26 +125,45 @@ def occupied(story: Story) -> go.Figure:
     return figure
 
 
+def utilised(story: Story) -> go.Figure:
+    figure = blank(260)
+    for number, (name, line) in enumerate(utilisation(story).items()):
+        figure.add_scattergl(
+            x=[round(when - story.began, 4) for when, _ in line], y=[percent for _, percent in line], mode="lines",
+            line={"width": 1.5, "color": LINES[number % len(LINES)]}, name=name,
+        )  # fmt: skip
+    figure.update_xaxes(range=[0, story.seconds])
+    figure.update_yaxes(title="busy, per cent", range=[0, 102])
+    mark_losses(figure, story)
+    return figure
+
+
 def _lines(lines: dict[str, Line], story: Story, height: int) -> go.Figure:
     """Each value holds until the next; all lines end together."""
-    figure = _figure(height)
+    figure = blank(height)
+    figure.update_xaxes(range=[0, story.seconds])
     end = max((when for line in lines.values() for when, _ in line), default=0.0)
     for number, (name, line) in enumerate(lines.items()):
         points = [*line, (end, line[-1][1])]
         figure.add_scatter(
             x=[round(when - story.began, 4) for when, _ in points], y=[value for _, value in points], mode="lines",
-            line={"shape": "hv", "width": 2, "color": _LINES[number % len(_LINES)]}, name=name,
+            line={"shape": "hv", "width": 2, "color": LINES[number % len(LINES)]}, name=name,
         )  # fmt: skip
     return figure
 
 
+def _turns(story: Story) -> list[tuple[float, str, str]]:
+    """When ranks were lost and when it went on, in words and colours, in the order of time."""
+    started = [event for event in story.events if isinstance(event, Started) and event.rank == 0]
+    found = [(e.time, _LOST, "#e45756") for e in story.events if isinstance(e, RanksLost)]
+    found += [(e.time, "went on", "#54a24b") for e in story.events if isinstance(e, WentOn) and e.rank == 0]
+    found += [(e.time, "started again", "#54a24b") for e in started[1:] if not _is_live(e, story)]
+    return sorted(found)
+
+
 def mark_losses(figure: go.Figure, story: Story) -> None:
     """Where a rank was lost, and where it went on."""
-    started = [event for event in story.events if isinstance(event, Started) and event.rank == 0]
-    marks = [(e.time, "lost", "#e45756") for e in story.events if isinstance(e, RanksLost)]
-    marks += [(e.time, "went on", "#54a24b") for e in story.events if isinstance(e, WentOn) and e.rank == 0]
-    marks += [(e.time, "started again", "#54a24b") for e in started[1:] if not _is_live(e, story)]
-    for when, word, colour in marks[:40]:
+    for when, word, colour in _turns(story)[:40]:
         figure.add_vline(x=round(when - story.began, 4), line={"color": colour, "width": 1, "dash": "dot"})
         figure.add_annotation(
             x=round(when - story.began, 4), y=1, yref="paper", text=word, showarrow=False, textangle=-90,

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import nan
 
 from everstep.events import (
     ArenaMade,
@@ -33,13 +34,14 @@ from everstep.events import (
     WentOn,
 )
 from everstep.report.story import Story
-from everstep.timeline import Kind, Track
+from everstep.timeline import Kind, Track, device_and_percent
 
 INCIDENTS = (
     Started, RanksLost, Called, WentOn, Rejected, Replayed, Degraded, Skipped, ChainEnded, Scavenged, Stopping, Halted,
     Finished, KeeperStarted, Joined,
 )  # fmt: skip
 Line = list[tuple[float, float]]  # time, and the value from there on
+_UNASKED_S = 2.0  # between two answers of a device: nobody asked it
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,19 @@ def occupancy(story: Story) -> dict[str, Line]:
                         title = "disk (bases)" if name == "disk" else name
                         lines[title].append((event.time, sum(held[name].values())))
     return dict(lines)
+
+
+def utilisation(story: Story) -> dict[str, Line]:
+    """How busy each accelerator was, in per cent; not a number where nobody asked."""
+    lines: dict[tuple[int, str], Line] = defaultdict(list)
+    for track in story.devices:
+        for span in track.spans:
+            device, percent = device_and_percent(span)
+            line = lines[device, track.name.removeprefix("devices ")]
+            if line and span.begin - line[-1][0] > _UNASKED_S:
+                line.append((line[-1][0], nan))
+            line += [(span.begin, percent), (span.end, percent)]
+    return {f"device {device} {node}": line for (device, node), line in sorted(lines.items())}
 
 
 def incidents(story: Story) -> list[tuple[float, str, str]]:

@@ -5,14 +5,14 @@ Whatever is broken is left out and named; only a directory that has nothing of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.errors import EverstepError, NothingToRestore
 from everstep.events import AnyEvent, read_events
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import RUN_RECORD, run_name
-from everstep.timeline import Track, read_timeline
+from everstep.timeline import Track, read_devices, read_timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,21 @@ class Story:
     events: list[AnyEvent]  # in the order of time
     tracks: list[Track]
     missing: list[str]  # sentences
+    devices: list[Track] = field(default_factory=list)  # of each node: how busy its accelerators were
 
     @property
     def began(self) -> float:
         """The first moment of which anything is known."""
-        times = [event.time for event in self.events] + [track.spans[0].begin for track in self.tracks if track.spans]
-        return min(times, default=0.0)
+        return min(self._moments(), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """From there to the last one."""
+        return max(self._moments(), default=0.0) - self.began
+
+    def _moments(self) -> list[float]:
+        ends = [moment for t in self.tracks if t.spans for moment in (t.spans[0].begin, max(s.end for s in t.spans))]
+        return [event.time for event in self.events] + ends
 
 
 def read_story(directory: Path) -> Story:
@@ -52,5 +61,7 @@ def read_story(directory: Path) -> Story:
     tracks = read_timeline(directory)
     if not any(track.spans for track in tracks):
         missing.append("There is no timeline: no file timeline-*.bin has a span that can be read.")
-    missing += [f"The timeline of {track.name}: {problem}." for track in tracks for problem in track.problems]
-    return Story(directory, run, events, tracks, missing)
+    devices = read_devices(directory)
+    broken = [(track.name, problem) for track in (*tracks, *devices) for problem in track.problems]
+    missing += [f"The timeline of {name}: {problem}." for name, problem in broken]
+    return Story(directory, run, events, tracks, missing, devices)

@@ -12,7 +12,7 @@ import msgspec
 
 from everstep.report.rows import ROWS, called, row_of
 from everstep.report.story import Story
-from everstep.timeline import Span, Track
+from everstep.timeline import Span, Track, device_and_percent
 
 _EVENTS = 1  # the process that what happened to the whole run is shown in
 
@@ -44,6 +44,9 @@ def _entries(story: Story) -> Iterator[dict[str, Any]]:
         yield {"ph": "i", "s": "p", "name": fields.pop("event"), "pid": _EVENTS, "tid": 0, "ts": when, "args": fields}
     for number, track in enumerate(story.tracks, _EVENTS + 1):
         yield from _process(number, track, began)
+    for number, track in enumerate(story.devices, _EVENTS + 1 + len(story.tracks)):
+        yield _named("process_name", number, 0, track.name)
+        yield from (_counted(number, span, began) for span in track.spans)
 
 
 def _process(number: int, track: Track, began: float) -> Iterator[dict[str, Any]]:
@@ -65,6 +68,13 @@ def _complete(process: int, row: int, span: Span, began: float) -> dict[str, Any
         "ph": "X", "name": called(span.kind), "pid": process, "tid": row, "ts": begin, "dur": round(end - begin, 3),
         "args": facts,
     }  # fmt: skip
+
+
+def _counted(process: int, span: Span, began: float) -> dict[str, Any]:
+    """How busy a device was, as a line that Perfetto draws."""
+    device, percent = device_and_percent(span)
+    begin = _micro(span.begin - began)
+    return {"ph": "C", "name": f"device {device}", "pid": process, "ts": begin, "args": {"busy, per cent": percent}}
 
 
 def _named(what: str, process: int, row: int, name: str) -> dict[str, Any]:
