@@ -82,7 +82,8 @@ def watched(pids: Any) -> Iterator[list[int]]:
 
 # -- part: states
 
-ROUNDS_S = 3.0
+ROUNDS_S = 2.0
+WARM_STEPS = 500  # until buffers of all threads have had their size
 
 
 def rounds(most: int) -> Iterator[int]:
@@ -305,7 +306,7 @@ def bench_memory(scratch: Path, steps: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         run.done()
-        if step in (100, steps):
+        if step in (WARM_STEPS, steps):
             run.wait("durable")
             keeper = keeper_pid(run._run) or 0
             found[str(step)] = {
@@ -349,7 +350,7 @@ def run_part(part: str, scratch: Path, quick: bool) -> dict[str, Any]:
     if part == "training":
         return bench_training(scratch, 3 if quick else 8)
     if part == "memory":
-        return bench_memory(scratch, 400 if quick else 2000)
+        return bench_memory(scratch, WARM_STEPS + (400 if quick else 2000))
     return bench_state(part, scratch, 3)
 
 

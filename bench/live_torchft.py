@@ -1,6 +1,6 @@
 """One replica of torchft in the loop of `bench/live.py`; needs torchft, and nothing of Everstep.
 
-python bench/live_torchft.py FOLDER --steps N --lighthouse ADDRESS [--dies] [--pure]
+python bench/live_torchft.py FOLDER --steps N --lighthouse ADDRESS [--dies] [--between]
 python bench/live_torchft.py --serve            prints the address of a lighthouse, and serves it
 """
 
@@ -18,10 +18,13 @@ import torch.distributed as dist
 from live_loop import BATCH, DIES_AT, data_of, model_of, note, note_death
 
 
-def train(folder: Path, steps: int, lighthouse: str, rank: int, *, dies: bool, pure: bool) -> None:
-    """`pure`: by torchft's slower data parallelism, a reduction for every tensor, which lives through a lost peer."""
+def train(folder: Path, steps: int, lighthouse: str, rank: int, *, dies: bool, between: bool) -> None:
+    """`between`: it dies between two steps and not before a backward pass."""
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-    from torchft.ddp import PureDistributedDataParallel
+
+    def die() -> None:
+        note_death(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -38,16 +41,16 @@ def train(folder: Path, steps: int, lighthouse: str, rank: int, *, dies: bool, p
         replica_id=f"replica-{rank}", store_addr="localhost", store_port=store.port, rank=0, world_size=1,
         lighthouse_addr=lighthouse, timeout=timedelta(seconds=30),
     )  # fmt: skip
-    model = (PureDistributedDataParallel if pure else DistributedDataParallel)(manager, module)
-    optimizer = Optimizer(manager, inner)
+    model, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, inner)
     data = data_of()
     while (step := manager.current_step()) < steps:
-        at = step * BATCH % (len(data) - BATCH)
+        at, is_last = step * BATCH % (len(data) - BATCH), dies and rank == 1 and step == DIES_AT
+        if is_last and between:
+            die()
         optimizer.zero_grad()
         loss = model(data[at : at + BATCH]).square().mean()
-        if dies and rank == 1 and step == DIES_AT:
-            note_death(folder)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if is_last:
+            die()
         loss.backward()
         optimizer.step()
         if manager.current_step() > step:  # else it was not committed, and is done again
@@ -61,7 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lighthouse", default="")
     parser.add_argument("--dies", action="store_true")
-    parser.add_argument("--pure", action="store_true")
+    parser.add_argument("--between", action="store_true")
     parser.add_argument("--serve", action="store_true")
     given = parser.parse_args()
     if given.serve:
@@ -71,7 +74,7 @@ def main() -> None:
         print(server.address(), flush=True)
         while True:
             time.sleep(60)
-    train(given.folder, given.steps, given.lighthouse, int(os.environ["RANK"]), dies=given.dies, pure=given.pure)
+    train(given.folder, given.steps, given.lighthouse, int(os.environ["RANK"]), dies=given.dies, between=given.between)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -65,9 +65,6 @@ from everstep.store.places import Places
 from everstep.store.tier import Tier
 from everstep.topology import process_alive
 from everstep.types import Commit, Part, Plan, Source, Survey, Survives
-
-if TYPE_CHECKING:
-    pass
 
 _UNKNOWN = 1 << 62  # how far records lead whose other ranks are on other nodes
 

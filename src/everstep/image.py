@@ -60,9 +60,15 @@ class _Meta(msgspec.Struct, frozen=True, kw_only=True):
 
 @learnt
 class _Tensor(msgspec.Struct, frozen=True, gc=False):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    """Of an entry that is none, nothing is known, and no dtype has that name."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    strings: dict[str, str] = msgspec.field(name="__metadata__")
 
 
 class ImageLayout(msgspec.Struct, frozen=True):
@@ -133,10 +139,10 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
     if len(data) < 8 + size:
         raise bad("the header is cut off")
     try:
-        raw = msgspec.json.decode(bytes(data[8 : 8 + size]), type=dict[str, msgspec.Raw])
-        strings = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
-        meta = msgspec.json.decode(strings[META], type=_Meta)
-        table = {name: msgspec.json.decode(value, type=_Tensor) for name, value in raw.items()}
+        header = bytes(data[8 : 8 + size])
+        meta = msgspec.json.decode(msgspec.json.decode(header, type=_Metadata).strings[META], type=_Meta)
+        table = msgspec.json.decode(header, type=dict[str, _Tensor])
+        del table["__metadata__"]
     except (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError) as error:
         raise bad(f"unreadable header, {error}") from None
     if meta.info.format > FORMAT:

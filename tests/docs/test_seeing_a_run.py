@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import options_of
 
 from everstep import timeline
 from everstep.capture import moments
-from everstep.cli import app
 from everstep.report import rows
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,17 +17,13 @@ TEXT = (DOCS / "seeing-a-run.md").read_text()
 
 
 def test_every_command_that_is_shown_has_its_options() -> None:
-    from typer.main import get_command
-
-    commands = get_command(app).commands  # type: ignore[attr-defined]
     shown = re.findall(r"^\$ everstep (\w+)([^\n]*)", TEXT, re.MULTILINE)
     assert [name for name, _ in shown] == ["report", "trace", "top"]
     for name, words in shown:
-        known = {option for one in commands[name].params for option in one.opts}
-        assert set(re.findall(r"(?<= )-[-a-z]+", words)) <= known
+        assert set(re.findall(r"(?<= )-[-a-z]+", words)) <= options_of(name)
     for option, name in (("--compare", "report"), ("--once", "top"), ("--json", "top")):
         assert f"`{option}" in TEXT
-        assert option in {known for one in commands[name].params for known in one.opts}
+        assert option in options_of(name)
 
 
 def test_the_rows_are_those_of_the_code() -> None:

@@ -8,9 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
+from commands import options_of
 
-from everstep.cli import app, main
+from everstep.cli import main
 from everstep.lab.scenario import scenario_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,7 +51,5 @@ def test_the_scenario_that_is_shown_is_one() -> None:
 
 
 def test_every_option_that_is_named_exists() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
     for name, text in (("tune", TUNING), ("simulate", SIMULATE)):
-        known = {option for one in commands[name].params for option in one.opts}
-        assert set(re.findall(r"`(--[a-z]+)", text)) <= known
+        assert set(re.findall(r"`(--[a-z]+)", text)) <= options_of(name)

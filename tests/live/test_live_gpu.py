@@ -16,6 +16,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unused_device() -> None:
+    assert not torch.cuda.is_initialized(), "ranks are forked here: run this file in a call of its own"
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Ended]:
     with run_directory() as directory:

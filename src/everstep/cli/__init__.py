@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -26,7 +27,7 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: object) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: object, cmd_name: str) -> typer.core.TyperCommand | None:
+    def get_command(self, ctx: object, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +89,15 @@ def tensor_in(data: memoryview, piece: Piece) -> Tensor:
     """A piece's bytes as the tensor that they are."""
     if not data:
         return torch.empty(piece.extent, dtype=TORCH_DTYPES[piece.dtype])
+    with _unwarned() if data.readonly else nullcontext():
+        return torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]).view(piece.extent)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody here writes to it
-        return torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]).view(piece.extent)
+        yield
 
 
 def _box(piece: Piece) -> tuple[slice, ...]:

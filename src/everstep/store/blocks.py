@@ -67,6 +67,16 @@ def whole_blocks(parts: Sequence[memoryview]) -> Iterator[memoryview]:
         yield room[:filled]
 
 
+def room_for(size: int) -> mmap.mmap:
+    """Fresh memory of this process, in large pages where the system has them: small ones cost more than reading."""
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        room.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # this kernel has none, and small ones do
+    return room
+
+
 def write_padded(descriptor: int, data: memoryview, offset: int) -> None:
     """O_DIRECT takes whole blocks from whole blocks: copy to such; the file is cut to size afterwards."""
     with mmap.mmap(-1, round_up(len(data), BLOCK)) as aligned:

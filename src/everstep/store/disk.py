@@ -23,7 +23,7 @@ import xxhash
 
 from everstep.errors import BadConfig, NotEnoughSpace, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, round_up
-from everstep.store.blocks import chunks, publish, read_all, whole_blocks, write_all, write_padded
+from everstep.store.blocks import chunks, publish, read_all, room_for, whole_blocks, write_all, write_padded
 from everstep.store.tier import NAME, Passing, freely
 from everstep.types import Survives, Traits
 
@@ -206,7 +206,7 @@ class DiskTier:
         with self._failing(f"reading {name}"):
             if size == 0:
                 return memoryview(b"")
-            buffer = memoryview(mmap.mmap(-1, round_up(size, BLOCK)))
+            buffer = memoryview(room_for(round_up(size, BLOCK)))
             descriptor, direct = self._open_for_reading(path, size)
             try:
 
