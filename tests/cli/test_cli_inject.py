@@ -306,6 +306,20 @@ def test_a_command_in_which_nothing_moves_is_ended(
     assert said["command"] == "was ended: no step was finished for 1 s"
 
 
+def test_the_injector_itself_needs_no_torch(directory: Path, tmp_path: Path) -> None:
+    scenario = tmp_path / "s.toml"
+    scenario.write_text("[[inject.acts]]\ndo = 'kill'\nrank = 0\nstep = 1")
+    look = "import sys\nfrom everstep.cli import app\napp(sys.argv[1:], standalone_mode=False)\n"
+    look += "sys.exit('torch' in sys.modules)"
+    words = ["inject", scenario, "--dir", directory, "--", "true"]
+    ended = subprocess.run(
+        [sys.executable, "-c", look, *map(str, words)], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "not done: kill rank 0: it never came to that" in ended.stdout
+    assert "the command ended with exit code 0" in ended.stdout and "not compared" in ended.stdout
+
+
 def test_what_is_wrong_is_said_before_anything_is_started(cli: Cli, tmp_path: Path) -> None:
     mark = tmp_path / "started"
     path = tmp_path / "s.toml"

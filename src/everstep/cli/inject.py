@@ -12,6 +12,7 @@ from everstep.cli.output import Json, human_seconds, print_json, print_table
 from everstep.errors import BadConfig
 
 if TYPE_CHECKING:
+    from everstep.lab.agreement import Agreement
     from everstep.lab.verdict import Fate, Verdict
 
 _INTERRUPTED = 130
@@ -48,11 +49,13 @@ def command(
     if reference is not None:
         open_run(reference)
     if simulate:
+        if reference is not None:
+            raise BadConfig("--simulate compares with what is simulated; --reference is for one scenario alone")
         _both_ways(words[:count], words[count:], directories, json)
         return
     if count > 1:
         raise BadConfig(f"one scenario at a time, not {', '.join(words[:count])}; --simulate takes several")
-    from everstep.lab.injector import Injector
+    from everstep.lab.injector import INTERRUPTED, Injector
     from everstep.lab.verdict import compare, judge
 
     inject, scenario = load_inject(words[0])
@@ -67,7 +70,7 @@ def command(
         print_json(verdict)
     else:
         _tell(verdict)
-    if played.why_ended == "interrupted":
+    if played.why_ended == INTERRUPTED:
         raise typer.Exit(_INTERRUPTED)
     if verdict.exact is False:
         raise typer.Exit(_DIFFERS)
@@ -98,7 +101,12 @@ def _both_ways(scenarios: list[str], command: list[str], directories: list[Path]
 
     if len(directories) != 1 or not any("{dir}" in word for word in command):
         raise BadConfig("--simulate needs one --dir, for a run of each scenario in it, and {dir} in the command")
-    found = agree(scenarios, command, directories[0].absolute())
+    found, is_interrupted = list["Agreement"](), False
+    try:
+        for one in agree(scenarios, command, directories[0].absolute()):
+            found.append(one)  # one by one: what is there stays when somebody interrupts
+    except KeyboardInterrupt:
+        is_interrupted = True
     if json:
         print_json(found)
     else:
@@ -109,4 +117,4 @@ def _both_ways(scenarios: list[str], command: list[str], directories: list[Path]
         ]  # fmt: skip
         columns = ["scenario", "steps lost", "simulated", "wasted", "simulated", "off by", ""]
         print_table(columns, rows)
-    raise typer.Exit(0 if all(one.agrees for one in found) else 1)
+    raise typer.Exit(_INTERRUPTED if is_interrupted else 0 if all(one.agrees for one in found) else 1)

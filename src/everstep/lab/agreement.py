@@ -6,7 +6,7 @@ first act of the first scenario, and foretold for all others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -15,7 +15,7 @@ from everstep.errors import BadConfig, EverstepError
 from everstep.events import ArenaMade, Fetched, Persisted
 from everstep.lab.failures import Failure
 from everstep.lab.injections import Injection
-from everstep.lab.injector import Injector, Made, Played
+from everstep.lab.injector import INTERRUPTED, Injector, Made, Played
 from everstep.lab.lifetime import Lifetime
 from everstep.lab.outcome import Outcome
 from everstep.lab.rhythm import rhythm_of
@@ -53,10 +53,12 @@ class Measured:
     steps_lost: int
 
 
-def agree(scenarios: Sequence[str], command: Sequence[str], folder: Path) -> list[Agreement]:
-    """Each scenario in a directory of its own, under its name. `command`: {dir} in it is that directory."""
+def agree(scenarios: Sequence[str], command: Sequence[str], folder: Path) -> Iterator[Agreement]:
+    """Each scenario in a directory of its own, under its name. `command`: {dir} in it is that directory.
+
+    KeyboardInterrupt if somebody interrupts; the run that was under way is ended then.
+    """
     loaded = [(name, _whole(name)) for name in scenarios]
-    found: list[Agreement] = []
     restart_s: float | None = None
     for name, scenario in loaded:
         assert scenario.inject is not None
@@ -66,22 +68,22 @@ def agree(scenarios: Sequence[str], command: Sequence[str], folder: Path) -> lis
         directory.mkdir(parents=True, exist_ok=True)
         words = [word.replace("{dir}", str(directory)) for word in command]
         played = Injector(words, scenario.inject, scenario, [directory], to_stderr=True).play()
-        if played.code != 0 or played.unmade:
+        if played.why_ended == INTERRUPTED:
+            raise KeyboardInterrupt
+        if played.code != 0 or played.unmade or not played.made:
             raise EverstepError(f"{name}: the command did not end well, or not all was done to it; see {directory}")
         real = measure(played)
-        says = "" if restart_s is not None else "a restart was measured here"
+        is_first = restart_s is None
         restart_s = real.restart_s if restart_s is None else restart_s
         outcome = simulated(scenario, played.made, real, restart_s)
         wasted_s = sum(seconds for cause, seconds in outcome.wasted_s.items() if cause != "stall")
         off = wasted_s / real.wasted_s - 1
-        found.append(
-            Agreement(
-                scenario=scenario.title, real_lost=real.steps_lost, simulated_lost=outcome.steps_lost,
-                real_wasted_s=real.wasted_s, simulated_wasted_s=wasted_s, off=off, says=says,
-                agrees=real.steps_lost == outcome.steps_lost and abs(off) <= WITHIN,
-            )
+        agrees = real.steps_lost == outcome.steps_lost and abs(off) <= WITHIN
+        yield Agreement(
+            scenario=scenario.title, real_lost=real.steps_lost, simulated_lost=outcome.steps_lost,
+            real_wasted_s=real.wasted_s, simulated_wasted_s=wasted_s, off=off, agrees=agrees,
+            says="a restart was measured here" if is_first else "" if agrees else "they do not agree",
         )  # fmt: skip
-    return found
 
 
 def _whole(name: str) -> Scenario:

@@ -23,6 +23,7 @@ from everstep.lab.processes import Tree
 from everstep.lab.scenario import Scenario
 from everstep.lab.watching import Member, Reached, Watched
 
+INTERRUPTED = "interrupted"
 _TICK_S = 0.005
 _PERIOD_S = 0.1  # of a slow process: it runs for a share of it
 _GRACE_S = 30.0  # for a command that is asked to end
@@ -85,7 +86,7 @@ class Injector:
             with _signals(signal.default_int_handler):
                 why = self._follow()
         except KeyboardInterrupt:
-            why = "interrupted"
+            why = INTERRUPTED
         finally:
             with _signals(signal.SIG_IGN):  # whoever asks once more waits until all is ended
                 for one in self._lasting:
