@@ -207,7 +207,7 @@ class Injector:
             flip(self._files(act), act.bits, self._random)
         else:
             self._begin(act, pids)
-            now = time.time()  # since then nobody could have finished a step
+            now, reached = time.time(), self._watched.reached(ranks)  # since then it has not moved
         self._newest = reached or self._newest
         return Made(act=act, time=now, reached=self._newest, ends_lives=act.do == "kill" and act.target != "keeper")
 
