@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from everstep.errors import EverstepError
 
 COMMANDS = (
-    "ls", "show", "status", "verify", "plan", "tune", "simulate", "top", "trace", "report", "export", "halt",
+    "ls", "show", "status", "verify", "plan", "tune", "simulate", "inject", "top", "trace", "report", "export", "halt",
     "scavenge", "rm", "gc", "run", "lab",
 )  # fmt: skip
 LAB = ("accuracy",)
