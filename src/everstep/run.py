@@ -50,8 +50,6 @@ from everstep.tiers import Tier
 from everstep.timeline import Timeline, timeline_of_rank
 from everstep.types import Level
 
-_DEEPEST_S = 600.0  # that the end of a run waits for its deepest tier
-
 
 def guard(
     model: nn.Module | Sequence[nn.Module],
@@ -281,9 +279,11 @@ class Run:
         if self._closed:
             return
         self._finished = True
-        if self._presence is not None:  # whoever is lost before all are here is missed by all
-            self._capture.wait_sealed()
+        if self._presence is not None:  # whoever is lost before all have their last step in memory is missed by all
+            if self._forward is None or not self._forward.is_under_way:  # else another life begins before the end
+                self._take_last()
             topology.exchange(b"", self._place)
+            self._presence.set_free()  # nobody waits for it any more
         self.close()
 
     def live(self) -> Iterator[LiveStep]:
@@ -312,6 +312,7 @@ class Run:
             self._begin(carried)
         except Damaged as error:
             raise Restart(f"those who are left have no whole checkpoint among them: {error}") from error
+        self._had_finished = False  # what is restored may be in memory only: they end it
         self._listen()
         if self.resumed_from is None:
             raise Restart("nothing was sealed yet that those who are left could go on from")
@@ -328,8 +329,7 @@ class Run:
     def wait(self, level: str = "durable", timeout: float | None = None) -> bool:
         """Wait until the last cut has reached a level. False if it had not in time."""
         wanted = Level.named(level)
-        between_steps = not self._capture.stepped
-        if between_steps and self.step > 0 and self.step not in (self._keeping.last_step, self.resumed_from):
+        if self.step and not self._capture.stepped and self.step not in (self._keeping.last_step, self.resumed_from):
             self._keeping.take(self.step)
         self._capture.wait_sealed()
         captured = self._keeping.kept_step
@@ -375,27 +375,27 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        is_final = self._finished
         try:
-            stepped, self._capture.stepped = self._capture.stepped, False
-            self.step += stepped
-            ended = self._finished and not self._had_finished and self.step > 0
-            if self._keeping.last_step is not None or stepped or ended:
-                self._keeping.take(self.step, base=True)
-                self._capture.wait_sealed()
-                self._keeper.wait_durable(self.step, None, as_base=True)
-                if self.settings.tiers.deeper and not self._keeper.wait_for(
-                    Level.SHARED, self.step, _DEEPEST_S, as_base=True
-                ):
-                    raise EverstepError(
-                        f"step {self.step} is durable, but the deepest tier did not take it within {_DEEPEST_S:.0f} s; "
-                        "see the keeper's events. When the tier is back, `everstep scavenge "
-                        f"{self.settings.directory}` brings it there."
-                    )
-                self._capture.let_go()
+            if self._take_last():
+                self._keeping.bring_down(self.step, self._presence.why_hopeless if self._presence else None)
+        except Restart:
+            is_final = False  # those who are started again end it
+            raise
         finally:
-            self._release(final=self._finished)
+            self._release(final=is_final)
         if self._finished:
             self._emit(Finished(rank=self._place.rank, step=self.step))
+
+    def _take_last(self) -> bool:
+        """Have the last step in memory, as a base. Whether there is one that is not on the disk yet."""
+        stepped, self._capture.stepped = self._capture.stepped, False
+        self.step += stepped
+        ended = self._finished and not self._had_finished and self.step > 0
+        is_new = self._keeping.last_step is not None or stepped or ended
+        if is_new and not self._keeping.has_last:
+            self._keeping.take_last(self.step)
+        return is_new
 
     def _release(self, *, final: bool) -> None:
         self._closed = True

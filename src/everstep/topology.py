@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,10 +100,13 @@ def _mpi_world() -> MPI.Intracomm | None:
     return MPI.COMM_WORLD if MPI.Is_initialized() and not MPI.Is_finalized() else None
 
 
-def node_name() -> str:
-    """What this node is called: EVERSTEP_NODE where several live on one machine, else what the launcher calls it."""
-    said = launched(os.environ)
-    name = os.environ.get("EVERSTEP_NODE") or (said and said.node) or socket.gethostname()
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """What this node is called: EVERSTEP_NODE where several live on one machine, else what the launcher calls it.
+
+    `environment`: of another process than this one.
+    """
+    said = launched(environment)
+    name = environment.get("EVERSTEP_NODE") or (said and said.node) or socket.gethostname()
     return check_name("EVERSTEP_NODE", name)
 
 
@@ -263,7 +266,7 @@ class Formed:
     def form(self, store: Callable[[], Any], rank: int, world: int) -> None:
         import torch.distributed as dist
 
-        with self.wires.noting():
+        with self.wires.noting(world):
             dist.init_process_group(
                 self.backend, store=store(), rank=rank, world_size=world, timeout=self.limit, **self.options
             )

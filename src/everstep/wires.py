@@ -3,15 +3,22 @@
 Gloo has no abort: only the neighbours of a dead rank notice, and the others wait for a timeout of many minutes. But its
 connections are sockets of this process. Shutting them down ends every operation on them with an error at once, in
 whatever thread it waits, and its peers see the end of theirs.
+
+While a group is being made there may be no connection yet to shut down: of each two ranks one dials and the other waits
+to be dialled, for as long as any collective may take, although the one that should dial has given up. So whoever cuts
+dials in its place, and hangs up.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+_DIAL_S = 1.0  # within this machine
 
 
 @dataclass(slots=True)
@@ -20,17 +27,21 @@ class Wires:
 
     sockets: dict[int, str] = field(default_factory=dict)  # descriptor -> inode
     _before: dict[int, str] | None = None  # what there was, while it is being made
+    _ranks: int = 0  # that may dial meanwhile
 
     def cut(self) -> None:
-        """Shut down the connections; what only listens is left alone, since gloo ends the process otherwise."""
+        """Shut down the connections. What only listens is left alone, since gloo ends the process otherwise."""
         for descriptor, inode in self._known().items():
             if _inode(descriptor) != inode:
                 continue
             try:
                 with socket.socket(fileno=os.dup(descriptor)) as one:
-                    is_stream = one.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_stream and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    if one.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue
+                    if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         one.shutdown(socket.SHUT_RDWR)
+                    elif self.are_being_made:
+                        _dial(one, self._ranks)
             except OSError:
                 continue  # it was closed by its other end, or in this very moment by ours
 
@@ -43,13 +54,22 @@ class Wires:
         return self.sockets if before is None else dict(_sockets().items() - before.items())
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Take down the sockets that are opened meanwhile."""
-        self._before = _sockets()
+    def noting(self, ranks: int) -> Iterator[None]:
+        """Take down the sockets that are opened meanwhile, by a group of so many ranks."""
+        self._ranks, self._before = ranks, _sockets()
         try:
             yield
         finally:
             self.sockets, self._before = self._known(), None
+
+
+def _dial(listener: socket.socket, ranks: int) -> None:
+    """Be everybody whom gloo waits for there: a caller first says the number that it is expected by."""
+    for number in range(ranks):
+        with socket.socket(listener.family, socket.SOCK_STREAM) as caller:
+            caller.settimeout(_DIAL_S)
+            caller.connect(listener.getsockname())
+            caller.sendall(struct.pack("=q", number))
 
 
 def _sockets() -> dict[int, str]:

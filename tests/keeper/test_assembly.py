@@ -75,10 +75,17 @@ class Cluster:
             self.tell(chair, *nodes)
             self.chairs[chair].look(self.now)
 
-    def stand(self, *nodes: str) -> None:
+    def stand(self, *nodes: str, only: str = "") -> None:
         for node in nodes:
             for worker, here in self.workers[node].items():
-                self.workers[node][worker] = replace(here, standing=Stand(view=here.enrolled.view, address=f"{node}:1"))
+                if only in ("", worker):
+                    self.workers[node][worker] = replace(
+                        here, standing=Stand(view=here.enrolled.view, address=f"{node}:1")
+                    )
+
+    def leave(self, node: str, worker: str, rank: int, how: str) -> None:
+        del self.workers[node][worker]
+        self.gone[node].append(Gone(worker=worker, view=0, rank=rank, how=how))
 
     def views(self, *nodes: str) -> set[tuple[int, int]]:
         """Number and world of the views that the workers of these nodes are in."""
@@ -188,6 +195,33 @@ def test_when_the_work_is_done_nobody_is_missed_and_spares_are_let_go() -> None:
     assert nodes.chairs["a"].orders("x", "j") == {"sx": Bye(final=True)}
 
 
+def test_whoever_is_still_at_work_when_another_has_finished_is_told_of_a_loss_and_called() -> None:
+    nodes = Cluster("a", ranks=3)
+    nodes.tell("a", "a")
+    nodes.leave("a", "w0", 0, "")
+    nodes.tell("a", "a")
+    nodes.leave("a", "w2", 2, "its process ended")
+    nodes.chairs["a"].hear(nodes.report("a"), nodes.now)
+    assert nodes.chairs["a"].orders("a", "j") == {"w1": Lost(view=0, ranks=(2,), reason="rank 2: its process ended")}
+    nodes.pass_time(3, "a", "a")
+    assert nodes.views("a") == {(1, 1)}
+    assert [event.rank for event in nodes.told(RanksLost)] == [2]
+    assert [event.lost for event in nodes.told(Called)] == [(2,)], "whoever has finished is not lost"
+
+
+def test_whoever_waits_for_one_that_finishes_while_it_stands_is_called_without_it() -> None:
+    nodes = Cluster("a", ranks=3)
+    nodes.tell("a", "a")
+    nodes.leave("a", "w2", 2, "its process ended")
+    nodes.chairs["a"].hear(nodes.report("a"), nodes.now)
+    nodes.stand("a", only="w1")
+    nodes.chairs["a"].hear(nodes.report("a"), nodes.now)
+    assert not nodes.told(Called), "rank 0 makes its last step durable"
+    nodes.leave("a", "w0", 0, "")
+    nodes.pass_time(3, "a", "a")
+    assert nodes.views("a") == {(1, 1)}
+
+
 def test_spares_that_come_grow_the_world_by_as_many_as_there_are_and_that_once() -> None:
     nodes = Cluster("abcde", on_loss=["spare", "rollback"])
     nodes.tell("a", "a", "b", "c", "d", "e")
@@ -198,7 +232,7 @@ def test_spares_that_come_grow_the_world_by_as_many_as_there_are_and_that_once()
     nodes.stand("x")
     nodes.pass_time(30, "a", "a", "b", "c", "x")
     assert nodes.views("a", "b", "c", "x") == {(2, 4)}
-    assert [event.policy for event in nodes.told(Called)] == ["rollback", "spare"]
+    assert [(event.policy, event.lost) for event in nodes.told(Called)] == [("rollback", (3, 4)), ("spare", ())]
 
 
 # -- no two go on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.errors import BadConfig, NotEnoughMemory
@@ -12,13 +13,16 @@ from everstep.topology import node_name
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def arena_root(path: str | None) -> Path:
-    """The private directory of this user's arenas, sockets and locks; without shared memory, of the latter only."""
+def arena_root(path: str | None, environment: Mapping[str, str] = os.environ) -> Path:
+    """The private directory of this user's arenas, sockets and locks; without shared memory, of the latter only.
+
+    `environment`: of another process, which may be of another node.
+    """
     base = Path(path) if path else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if not base.is_dir():
         raise BadConfig(f"Memory(path={str(base)!r}) is not a directory")
-    node = os.environ.get("EVERSTEP_NODE")  # several nodes on one machine have nothing in common
-    return base / (f"everstep-{os.getuid()}-{node_name()}" if node else f"everstep-{os.getuid()}")
+    node = environment.get("EVERSTEP_NODE")  # several nodes on one machine have nothing in common
+    return base / (f"everstep-{os.getuid()}-{node_name(environment)}" if node else f"everstep-{os.getuid()}")
 
 
 def open_root(path: str | None) -> Path:

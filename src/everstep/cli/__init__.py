@@ -16,24 +16,43 @@ from typer.core import TyperGroup
 from everstep.errors import EverstepError
 
 COMMANDS = (
-    "ls", "show", "status", "verify", "plan", "tune", "simulate", "top", "trace", "report", "export", "halt",
-    "scavenge", "rm", "gc", "run",
+    "ls", "show", "status", "verify", "plan", "tune", "simulate", "inject", "top", "trace", "report", "export", "halt",
+    "scavenge", "rm", "gc", "run", "lab",
 )  # fmt: skip
+LAB = ("accuracy",)
 
 
 class _Commands(TyperGroup):
     """Loads the file of a command when that one is called: nobody who lists checkpoints waits for the simulator."""
 
+    names: tuple[str, ...] = COMMANDS
+    prefix = ""  # of their files
+
     def list_commands(self, ctx: object) -> list[str]:
-        return list(COMMANDS)
+        return list(self.names)
 
     def get_command(self, ctx: object, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.names:
             return None
+        if cmd_name == "lab":
+            return typer.main.get_command(lab)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        command = import_module(f"everstep.cli.{cmd_name}").command
+        command = import_module(f"everstep.cli.{self.prefix}{cmd_name}").command
         alone.command(cmd_name, context_settings={"allow_interspersed_args": cmd_name != "run"})(command)
         return typer.main.get_command(alone)
+
+
+class _Lab(_Commands):
+    names = LAB
+    prefix = "lab_"
+
+
+lab = typer.Typer(cls=_Lab, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
+@lab.callback()
+def _lab() -> None:
+    """Experiments: what if ranks are lost?"""
 
 
 app = typer.Typer(

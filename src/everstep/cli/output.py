@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MemoryPath = Annotated[str | None, typer.Option("--memory", help="The path given to Memory(path=...), if one was.")]
 Step = Annotated[int | None, typer.Option("--step", help="A step; by default the newest.")]
 
+INTERRUPTED = 130  # the exit code after Ctrl-C
+_PATIENCE_S = 2.0  # after which a person is shown how far it is
+
+
+def to_json(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
 
 def print_json(value: Any) -> None:
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    print(to_json(value))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
@@ -41,6 +49,22 @@ def watching() -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("") as status:
         yield lambda doing: status.update(f"{doing} ...")
+
+
+@contextmanager
+def bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """The same, if it is known how much there is to do: a bar once it takes long. It is told how much is done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(doing, total=total, visible=False)
+        patience = threading.Timer(_PATIENCE_S, progress.update, (task,), {"visible": True})
+        patience.start()
+        try:
+            yield lambda done: progress.update(task, completed=done)
+        finally:
+            patience.cancel()
 
 
 def human_bytes(count: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everstep.cli.output import Json, human_bytes, print_json, print_table
+from everstep.cli.output import INTERRUPTED, Json, bar, human_bytes, print_json, print_table
 from everstep.errors import BadConfig
 
 if TYPE_CHECKING:
     from everstep.lab.outcome import Estimate, Outcome, Summary
     from everstep.lab.scenario import Scenario
 
-_PATIENCE_S = 2.0  # after which a person is shown how far it is
-_INTERRUPTED = 130
 _FIXED = (
     "strategy", "nodes", "gpus", "seed", "elapsed_s", "useful_s", "goodput", "steps", "steps_lost", "failures"
 )  # fmt: skip
@@ -63,26 +60,17 @@ def command(
     if plot is not None and done:
         _draw(plot, loaded, done)
     if interrupted:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _watched(scenario: Scenario, seeds: int | None, total: int) -> Iterator[Outcome]:
     """All outcomes, with a bar on stderr once it takes long."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from everstep.lab.simulation import outcomes
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=total, visible=False)
-        patience = threading.Timer(_PATIENCE_S, progress.update, (task,), {"visible": True})
-        patience.start()
-        try:
-            for one in outcomes(scenario, seeds):
-                progress.update(task, advance=1)
-                yield one
-        finally:
-            patience.cancel()
+    with bar("simulating", total) as show:
+        for done, one in enumerate(outcomes(scenario, seeds), 1):
+            show(done)
+            yield one
 
 
 def _tell(scenario: Scenario, done: list[Outcome], total: int, json: bool) -> None:

@@ -218,8 +218,8 @@ class Assembly:
     # -- views
 
     def _end(self, lost: dict[int, str], now: float, reason: str = "") -> None:
-        if self._finished:
-            self._finished |= lost.keys()  # the work is done: nobody misses them
+        if self._finished and not self._at_work(without=lost):
+            self._finished |= lost.keys()  # the work is done, and nobody is left who could miss them
             return
         self._ended_at = now if self._ended_at is None else self._ended_at
         self._lost |= lost
@@ -227,6 +227,11 @@ class Assembly:
         self._reason = reason or "; ".join(self._account(rank, how) for rank, how in sorted(self._lost.items()))
         for rank, how in lost.items():
             self._emit(RanksLost(view=self.sitting.view, rank=rank, node=self.sitting.places[rank], how=how))
+
+    def _at_work(self, without: Collection[int] = ()) -> list[int]:
+        """Ranks of the present view that are there and have not finished."""
+        ranks = set(range(self._world)) - self._finished - self._lost.keys() - set(without)
+        return [rank for rank in sorted(ranks) if self._members.get(rank) in self._index]
 
     def _account(self, rank: int, how: str) -> str:
         """How a rank was lost; where there are several nodes, with the name of its own."""
@@ -268,6 +273,8 @@ class Assembly:
         world = self._world if self._lost else min(self._wished, self._world + len(self._spares()))
         policies: tuple[Policy, ...] = ("spare",) if world > self._world else self._policies
         made = decide(world, left, self._spares(), policies, dict(enumerate(self.sitting.places)))
+        # whoever has finished is not there, and not lost; nor is a place that was empty before
+        made = replace(made, lost=tuple(sorted(self._lost)))
         if made.policy != "spare" and "spare" in self._policies and now - self._followed_at < self._detect_s / 2:
             return  # spares may not have been heard of yet by who has just taken the chair
         heard = [node for node in self._nodes if self.silent_for(node, now) <= self._detect_s]
@@ -317,8 +324,7 @@ class Assembly:
     @property
     def is_over(self) -> bool:
         """Whether the work is done, and nobody is left who does it."""
-        left = set(range(self._world)) - self._finished
-        return bool(self._finished) and not any(self._members.get(rank) in self._index for rank in left)
+        return bool(self._finished) and not self._at_work()
 
     def orders(self, node: str, job: str) -> dict[str, Order]:
         """What the workers of a node are to hear, as they were last reported."""

@@ -18,11 +18,14 @@ from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
 from everstep.capture.snapshot import Capture
 from everstep.capture.steering import Steering
+from everstep.errors import EverstepError, Restart
 from everstep.keeper.client import Answers, KeeperClient
 from everstep.signals import Signals
 from everstep.types import Level
 
 _ALL_HEAR = 2  # steps until every rank has heard what one of them says
+_DEEPEST_S = 600.0  # that the end of a run waits for its deepest tier
+_LOOK_S = 0.2  # between two looks whether what is waited for can still come
 
 
 class Keeping:
@@ -54,6 +57,7 @@ class Keeping:
         self.compression = Compression(subjects, compressor) if compressor is not None else None
         self.last_step: int | None = None  # that was taken in this life,
         self._last_at = 0.0
+        self.has_last = False  # the last step of all is in memory
         self._base_steps: set[int] = set()  # at which all ranks take a base, because one of them needs it
         self.recorder = self._begin_log(rings, resumed_from)
 
@@ -188,6 +192,28 @@ class Keeping:
             **self._steering.status(),
             "stall_s": self.capture.stall_s,
         }
+
+    def take_last(self, step: int) -> None:
+        self.take(step, base=True)
+        self.capture.wait_sealed()
+        self.has_last = True
+
+    def bring_down(self, step: int, why_hopeless: Callable[[], str] | None) -> None:
+        """The last base, that of all ranks, as deep as it goes; then its memory is let go.
+
+        `why_hopeless`: says why it will never be there, once that is so.
+        """
+        keeper, settings = self._keeper, self._life.settings
+        while not keeper.wait_durable(step, None if why_hopeless is None else _LOOK_S, as_base=True):
+            reason = why_hopeless() if why_hopeless is not None else ""
+            if reason:
+                raise Restart(f"{reason}. Step {step}, the last, is not durable yet: a restart of the job ends it")
+        if settings.tiers.deeper and not keeper.wait_for(Level.SHARED, step, _DEEPEST_S, as_base=True):
+            raise EverstepError(
+                f"step {step} is durable, but the deepest tier did not take it within {_DEEPEST_S:.0f} s; see the "
+                f"keeper's events. When the tier is back, `everstep scavenge {settings.directory}` brings it there."
+            )
+        self.capture.let_go()
 
     def close(self) -> list[Arena]:
         """Touch the program's objects no more. Returns the rings, which somebody needs until a base is safe."""

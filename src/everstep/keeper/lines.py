@@ -67,6 +67,7 @@ class Lines:
         self.version = 0  # grows with every change
         self._lines: dict[str, _Line] = {}
         self._gone: list[Gone] = []
+        self._looked_at: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self._lines)
@@ -151,8 +152,14 @@ class Lines:
         return is_news
 
     def end_the_hung(self, now: float) -> None:
-        """The kernel closes their lines, and the rest is as for any death."""
+        """The kernel closes their lines, and the rest is as for any death.
+
+        A keeper that did not look for long has not heard who came to a stop meanwhile: nobody is late by that.
+        """
+        slept_s, self._looked_at = now - (now if self._looked_at is None else self._looked_at), now
         for line in self._lines.values():
+            if slept_s > line.here.enrolled.detect_s / 2:
+                line.told_at += slept_s
             if line.hangs(now) or line.is_late(now):
                 line.end = "it was stopped" if line.stopped_at is not None else "it did not come to a stop"
                 _end(line.here.enrolled.pid)

@@ -14,7 +14,7 @@ _COLORS = dict(
         strict=True,
     )
 )
-_LINES = ("#1d3557", "#e63946", "#2a9d8f", "#f4a261", "#6a4c93", "#457b9d", "#8a5a00", "#ff006e", "#606c38", "#000000")
+LINES = ("#1d3557", "#e63946", "#2a9d8f", "#f4a261", "#6a4c93", "#457b9d", "#8a5a00", "#ff006e", "#606c38", "#000000")
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP, _GRAPH = 1000, 260, 130, 26, 90, 260
 
 
@@ -80,7 +80,7 @@ def _progress(outcomes: Sequence[Outcome], y: float) -> list[str]:
         f'<text x="{_LEFT + wide}" y="{y + _GRAPH + 16}" text-anchor="end">{longest / 3600:.3g} h</text>',
     ]
     for number, one in enumerate(outcomes):
-        color = _LINES[number % len(_LINES)]
+        color = LINES[number % len(LINES)]
         points = " ".join(
             f"{_LEFT + at / longest * wide:.1f},{y + _GRAPH * (1 - done / longest):.1f}" for at, done in one.series
         )

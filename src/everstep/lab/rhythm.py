@@ -205,7 +205,7 @@ def _lanes(scenario: Scenario, strategy: Strategy, nodes: int, every: int, step_
     shared_s = state / min(machine.shared, machine.network * nodes)
     lanes: list[tuple[Source, Every, float]] = [("shared", Every(seconds=strategy.shared_every_s), shared_s)]
     if strategy.kind != "in-memory":
-        lanes.insert(0, ("disk", Every(), share / machine.disk))
+        lanes.insert(0, ("disk", Every(steps=strategy.disk_every), share / machine.disk))
     if strategy.protection != "none":
         lanes.insert(0, (strategy.protection, Every(steps=1), share / machine.network))
     return [

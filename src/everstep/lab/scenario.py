@@ -7,16 +7,17 @@ what would be right. Those that ship are named by their names alone.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from everstep.checked import Table
 from everstep.config import Policy
 from everstep.errors import BadConfig
+from everstep.lab.injections import Inject, inject_of
 from everstep.lab.trace import TIME_UNITS, Visit, read_trace
 from everstep.tune.machine import Machine, machine_of
 
@@ -30,6 +31,7 @@ Protect = Literal["partner", "parity", "none"]
 Rule = Literal["young", "daly", "checkfreq", "levels"]
 
 _MOST_NODES = 100_000
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class Strategy:
     shared_every_s: float = 900.0  # how often background copies go to the shared file system
     protect: Protect | None = None  # None: as its kind does
     group: int = 8
+    disk_every: int | None = None  # steps, as Disk(every=) has it; None: as often as a tenth of the disk's time allows
     on_loss: tuple[Policy, ...] = ("restart",)
     keep: int = 2
 
@@ -108,6 +111,7 @@ class Scenario:
     failures: tuple[Source, ...]
     strategies: tuple[Strategy, ...]
     sweep: tuple[int, ...] = ()  # numbers of nodes, if there is more than one to be looked at
+    inject: Inject | None = None  # what is to be done to a real run
 
     def with_nodes(self, nodes: int) -> Scenario:
         return replace(self, cluster=replace(self.cluster, nodes=nodes), sweep=())
@@ -140,26 +144,43 @@ def shipped() -> dict[str, str]:
 
 def load_scenario(source: str | Path) -> Scenario:
     """Out of a file, or one of those that are shipped, by its name."""
+    return _read(source, scenario_of)
+
+
+def load_inject(source: str | Path) -> tuple[Inject, Scenario | None]:
+    """What a scenario does to a real run. A file with a title and nothing else is enough for it."""
+    return _read(source, _inject_alone)
+
+
+def _inject_alone(values: Mapping[str, Any], *, file: str, folder: Path) -> tuple[Inject, Scenario | None]:
+    if values.keys() <= {"title", "inject"}:
+        return inject_of(Table(values, file=file).table("inject"), has_failures=False), None
+    scenario = scenario_of(values, file=file, folder=folder)
+    if scenario.inject is None:
+        raise BadConfig(f"{file}: inject is missing; it must be a table that says what is to be done to a real run")
+    return scenario.inject, scenario
+
+
+def _read(source: str | Path, parse: Callable[..., Found]) -> Found:
     path = Path(source)
     if path.suffix != ".toml" and not path.exists():
         known = shipped()
         if str(source) not in known:
             raise BadConfig(f"{source} is neither a .toml file nor a scenario that ships: {', '.join(known)}")
         with resources.as_file(resources.files("everstep.lab") / "scenarios" / f"{source}.toml") as found:
-            return _parse(found.read_text(), str(source), found.parent)
+            return parse(_toml(found.read_text(), str(source)), file=str(source), folder=found.parent)
     try:
         text = path.read_text()
     except OSError as error:
         raise BadConfig(f"{path} cannot be read: {error.strerror}") from None
-    return _parse(text, str(path), path.parent)
+    return parse(_toml(text, str(path)), file=str(path), folder=path.parent)
 
 
-def _parse(text: str, file: str, folder: Path) -> Scenario:
+def _toml(text: str, file: str) -> dict[str, Any]:
     try:
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise BadConfig(f"{file} is not TOML: {error}") from None
-    return scenario_of(values, file=file, folder=folder)
 
 
 def scenario_of(values: Mapping[str, Any], *, file: str = "scenario", folder: Path = Path()) -> Scenario:
@@ -181,6 +202,7 @@ def scenario_of(values: Mapping[str, Any], *, file: str = "scenario", folder: Pa
         file=file, title=top.word("title", file), duration_s=duration_s, seeds=top.whole("seeds", 3, least=1),
         cluster=cluster, training=training, machine=machine, recovery=_recovery(top.table("recovery")),
         failures=failures, strategies=strategies, sweep=sweep,
+        inject=inject_of(top.table("inject"), has_failures=bool(failures)) if "inject" in top else None,
     )  # fmt: skip
     top.done()
     return found
@@ -242,6 +264,7 @@ def _strategy(table: Table, cluster: Cluster) -> Strategy:
         shared_every_s=table.duration("shared_every", 900.0, least=1e-3),
         protect=cast(Any, table.word("protect", among=get_args(Protect)) if "protect" in table else None),
         group=table.whole("group", 8, least=2),
+        disk_every=table.whole("disk_every", least=1) if "disk_every" in table else None,
         on_loss=cast(tuple[Policy, ...], table.words("on_loss", ["restart"], among=get_args(Policy))),
     )  # fmt: skip
     if found.protect in ("partner", "parity") and cluster.racks < 2:

@@ -15,7 +15,7 @@ Pure: touches no clock, process or socket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from everstep.types import Noun
 
@@ -39,6 +39,10 @@ class Reduce(Noun, frozen=True, kw_only=True):
     number: int
     present: float  # the share of the global batch that is still there
 
+    def weight(self, share: float) -> float:
+        """Of the gradient of a rank with this share: the sum is the average over what is still there."""
+        return share / self.present
+
 
 class GoOn(Noun, frozen=True, kw_only=True):
     batch: int
@@ -53,6 +57,18 @@ class GiveUp(Noun, frozen=True, kw_only=True):
 
 
 Move = Give | Reduce | GoOn | Begin | GiveUp
+
+
+class Lossy(Noun, frozen=True, kw_only=True):
+    """What a recovery went without."""
+
+    buckets: int = 0  # that were reduced without the lost
+    batches: float = 0.0  # that the lost had a share in, times the share
+
+    @classmethod
+    def of(cls, missing: Collection[Sequence[float]]) -> Lossy:
+        """`missing`: of each batch, what share of it, in each bucket that was reduced without the lost."""
+        return cls(buckets=sum(map(len, missing)), batches=sum(map(max, missing)))
 
 
 def next_move(said: Sequence[Saying]) -> Move:

@@ -32,9 +32,8 @@ from everstep.capture.reductions import has_hook
 from everstep.config import Settings
 from everstep.errors import BadConfig, Restart
 from everstep.keeper.protocol import View
-from everstep.live.course import Begin, Give, GiveUp, GoOn, Move, Reduce, Saying, next_move
+from everstep.live.course import Begin, Give, GiveUp, GoOn, Lossy, Move, Reduce, Saying, next_move
 from everstep.live.presence import Presence
-from everstep.types import Noun
 
 
 class Then(Enum):
@@ -44,13 +43,6 @@ class Then(Enum):
     CARRY = auto()  # begin a life with the state as it is
     RESTORE = auto()  # begin a life with what is restored: the step was given up
     MEET = auto()  # the same, in a view that was called by another policy, and is still to be met
-
-
-class Lossy(Noun, frozen=True, kw_only=True):
-    """What a recovery went without."""
-
-    buckets: int = 0  # that were reduced without the lost
-    batches: float = 0.0  # that the lost had a share in, times the share
 
 
 @dataclass(slots=True, eq=False)
@@ -170,8 +162,7 @@ class Forward:
 
     def has_begun(self, then: Then) -> Lossy:
         """A life has begun in the present group; what it goes without."""
-        missing = self._missing.values() if then is Then.CARRY else ()
-        lossy = Lossy(buckets=sum(map(len, missing)), batches=sum(map(max, missing)))
+        lossy = Lossy.of(self._missing.values() if then is Then.CARRY else ())
         self._missing.clear()
         if then is not Then.CARRY:  # others may have come, who count from here
             self._batch, self._number = 0, 0
@@ -257,7 +248,7 @@ class Forward:
             case Give():
                 self._give(move)
             case Reduce():
-                self._reduce(self._pending[0], move.present)
+                self._reduce(self._pending[0], move)
                 self._finish(self._pending.popleft())
             case GoOn():
                 if self._stop is not None and self._batch < move.batch:
@@ -275,10 +266,10 @@ class Forward:
         if is_mine:
             self._finish(self._pending.popleft())
 
-    def _reduce(self, bucket: _Bucket, present: float) -> None:
-        torch.mul(bucket.local, self._share / present, out=bucket.result)
+    def _reduce(self, bucket: _Bucket, move: Reduce) -> None:
+        torch.mul(bucket.local, move.weight(self._share), out=bucket.result)
         self._group.allreduce([bucket.result]).wait()
-        self._missing.setdefault(bucket.batch, []).append(1.0 - present)
+        self._missing.setdefault(bucket.batch, []).append(1.0 - move.present)
 
     def _end(self, then: Then | BaseException) -> None:
         """The step is over; if it is given up, the program comes out of it with an error, and asks."""

@@ -95,7 +95,7 @@ class Presence:
         if called is None and self._stands_by:
             raise SystemExit(0)  # a spare: the run is over, and no place was free
         if called is None or not called.world:
-            why = called.reason if called is not None else "the keeper is gone"
+            why = (called.reason or called.ended) if called is not None else "the keeper is gone"
             raise Restart(f"ranks are lost, and nobody goes on without them: {why or 'as on_loss says'}")
         return called
 
@@ -156,7 +156,7 @@ class Presence:
 
     def is_by_loss(self, error: BaseException) -> bool:
         """Whether a collective failed because somebody is lost: that is heard of within a moment, or it was not."""
-        if isinstance(error, ValueError) or not self.is_of_group(error):
+        if isinstance(error, ValueError | Restart) or not self.is_of_group(error):
             return False
         with self._changed:
             # a keeper that has just taken another's place needs that long to miss somebody: be more patient than it is
@@ -185,9 +185,10 @@ class Presence:
                 self._times[0] = time.monotonic()
             self.lost = lost
             self._changed.notify_all()
-            self._how.wires.cut()
-        if self._how.wires.are_being_made:
-            threading.Thread(target=self._keep_cutting, args=(self._how,), name="everstep-cut", daemon=True).start()
+            how, is_forming = self._how, self._how.wires.are_being_made
+            how.wires.cut()
+        if is_forming:
+            threading.Thread(target=self._keep_cutting, args=(how,), name="everstep-cut", daemon=True).start()
         self._tell_if_free()
 
     @staticmethod
@@ -196,6 +197,14 @@ class Presence:
         while how.wires.are_being_made:
             how.wires.cut()
             time.sleep(_CUT_AGAIN_S)
+        how.wires.cut()  # it may have been formed after the last time
+
+    def why_hopeless(self) -> str:
+        """Why nobody should wait any longer for what the lost had to do; nothing, if one should."""
+        lost = self.lost
+        if lost is None or time.monotonic() - self._times[0] <= self._settings.detect_s:
+            return ""
+        return lost.reason or "a rank is lost"
 
     def set_free(self) -> None:
         """The program is on its own time, until it enters a step or asks for the next one."""
