@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)  ## four failures, and not a bit of difference
+demo: $(STAMP)  ## four failures, not a bit of difference, and a page of it
 	$(BIN)/python examples/demo.py
 
 # Hundreds of tests kill real processes, several at a time. What fails beside others is tried once more by itself, in
