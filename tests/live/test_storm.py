@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from team import Act, Here, Team, own, survivors
@@ -33,20 +34,20 @@ def slowly_until(over: Path, steps: int) -> Act:
 def strike(directory: Path, losses: int, seed: int) -> None:
     """Kill one rank after the other; the next, when those who are left are called to go on, or soon after."""
     chance = random.Random(seed)
-    await_all(lambda: len(list(directory.parent.glob("stands-*"))) == losses, "spares do not stand by")
-    await_all(lambda: any(isinstance(e, Persisted) for e in read_events(directory)), "there is nothing to go back to")
+    awaited(lambda: len(list(directory.parent.glob("stands-*"))) == losses, "spares do not stand by")
+    awaited(lambda: any(isinstance(e, Persisted) for e in read_events(directory)), "there is nothing to go back to")
     for number in range(losses):
-        await_all(lambda number=number: bool(ready_for(directory, number)), f"nobody went on after loss {number}")
-        victims = ready_for(directory, number)
+        victims = awaited(lambda n=number: ready_for(directory, n), f"nobody went on after loss {number}")
         time.sleep(chance.uniform(0.0, 0.3))
         os.kill(chance.choice(victims), signal.SIGKILL)
 
 
-def await_all(is_so: Callable[[], bool], else_: str) -> None:
+def awaited(what: Callable[[], Any], else_: str) -> Any:
     deadline = time.monotonic() + 120
-    while not is_so():
+    while not (found := what()):
         assert time.monotonic() < deadline, else_
         time.sleep(0.02)
+    return found
 
 
 def ready_for(directory: Path, number: int) -> list[int]:

@@ -48,7 +48,19 @@ def take(places: Places, place: Topology, emit: Sink) -> Claim:
     is_common = _is_common(directory, place)
     disk_is_common = _is_common(Path(places.disk), place) if places.disk else is_common
     lock = _hold(directory, place, common=is_common)
-    return Claim(_identity(places, place, emit, common=is_common), disk_is_common, lock)
+    with _given_back_on_error(lock):
+        return Claim(_identity(places, place, emit, common=is_common), disk_is_common, lock)
+
+
+@contextmanager
+def _given_back_on_error(lock: int | None) -> Iterator[None]:
+    """A rank may be lost while all of them ask: whoever is left asks again."""
+    try:
+        yield
+    except BaseException:
+        if lock is not None and lock >= 0:
+            os.close(lock)
+        raise
 
 
 def _is_common(directory: Path, place: Topology) -> bool:
@@ -85,10 +97,11 @@ def _hold(directory: Path, place: Topology, *, common: bool) -> int | None:
                     os.pwrite(lock, me, 0)
                 except OSError:
                     pass  # a full disk: the lock holds, only its holder's name is not to be had
-    holder = next(filter(None, topology.exchange(holder, place)), b"")
-    if holder:
-        pid, _, host = holder.decode(errors="replace").partition(" ")
-        raise RunHeld(str(directory), int(pid) if pid.isdigit() else 0, host)
+    with _given_back_on_error(lock):
+        holder = next(filter(None, topology.exchange(holder, place)), b"")
+        if holder:
+            pid, _, host = holder.decode(errors="replace").partition(" ")
+            raise RunHeld(str(directory), int(pid) if pid.isdigit() else 0, host)
     return lock
 
 
