@@ -223,15 +223,14 @@ class Injector:
     # -- for how long
 
     def _begin(self, act: Injection, pids: set[int]) -> None:
-        until = float("inf") if act.for_s is None else time.time() + act.for_s
         if act.do == "fill":
             keepers = {self._watched.keepers[act.who].pid}
             self._tree.limit_files(keepers, 0)
-            self._lasting.append(_Lasting(lambda: self._tree.limit_files(keepers, None), until))
+            self._lasting.append(_Lasting(lambda: self._tree.limit_files(keepers, None), _until(act)))
             return
         self._tree.signal(pids, signal.SIGSTOP)
         slow = _Slow(self._tree, pids, act.share) if act.do == "slow" else None
-        lasting = _Lasting(lambda: self._tree.signal(pids, signal.SIGCONT), until)
+        lasting = _Lasting(lambda: self._tree.signal(pids, signal.SIGCONT), _until(act))
         if slow is not None:
             lasting.tick = slow.tick
         self._lasting.append(lasting)
@@ -244,6 +243,10 @@ class Injector:
                 self._lasting.remove(one)
             else:
                 one.tick(now)
+
+
+def _until(act: Injection) -> float:
+    return float("inf") if act.for_s is None else time.time() + act.for_s
 
 
 class _Slow:
