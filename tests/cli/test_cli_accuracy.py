@@ -14,6 +14,8 @@ from xml.etree import ElementTree
 import pytest
 from said import Cli
 
+from everstep.cli import output
+
 SMALL = ("lab", "accuracy", "--workers", 4, "--steps", 12, "--seeds", 2)
 
 
@@ -43,6 +45,17 @@ def test_the_folder_has_curves_results_and_a_drawing(cli: Cli, tmp_path: Path) -
     drawn = list(ElementTree.parse(folder / "accuracy.svg").iter())
     assert sum(one.tag.endswith("polyline") for one in drawn) == 4 * 3
     assert sum(one.tag.endswith("circle") for one in drawn) == 3
+
+
+def test_a_person_sees_how_far_it_is_once_it_takes_long(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    words = (*SMALL, "--strategy", "forward", "--json")
+    monkeypatch.setattr(output, "_PATIENCE_S", 600.0)
+    assert "training" not in cli(*words).err
+    monkeypatch.setattr(output, "_PATIENCE_S", 0.0)
+    said = cli(*words)
+    assert "training" in said.err and "100%" in said.err
+    assert said.json["done"] == 4
 
 
 def test_a_process_that_is_interrupted_leaves_what_it_has(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_verdicts_compare_with_the_undisturbed_training_of_the_same_seed() -> No
     found = list(trainings(trial))
     undisturbed, rollback, dropped = judge(found)
     assert (rollback.accuracy_change.mean, rollback.loss_change.mean, rollback.exact) == (0.0, 0.0, 2)
+    assert rollback.loss_change.within == 0.0, "seed by seed, and not only in the mean"
     changes = [found[n + 2].last.loss - found[n].last.loss for n in (0, 3)]
     assert dropped.loss_change.mean == pytest.approx(sum(changes) / 2) and dropped.exact == 0
     assert undisturbed.overhead.mean == 0.0

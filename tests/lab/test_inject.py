@@ -220,7 +220,7 @@ def test_one_bit_in_one_tensor_or_one_value_is_not_exact() -> None:
         for directory, steps in ((one, 4), (same, 4), (longer, 5)):
             must_finish(lambda directory=directory, steps=steps: train_tiny(directory, steps=steps))  # type: ignore[misc]
         exact, said = verdict.compare(one, same)
-        assert exact is True and "bit for bit" in said
+        assert exact is True and "bit for bit" in said, said
         exact, said = verdict.compare(one, longer)
         assert exact is False and "differ from" in said
         assert verdict.compare(one, one.parent / "none")[0] is None
@@ -248,7 +248,7 @@ def test_the_same_acts_on_a_virtual_clock_lose_what_the_disk_did_not_have() -> N
     lost = Injection(do="kill", target="node", step=1, wipe=("memory", "disk"))
 
     def simulated(*struck: tuple[Injection, int]) -> tuple[int, float, int]:
-        outcome = agreement.simulated(scenario, [made(act, 0.05, at) for act, at in struck], real, 3.0)
+        outcome = agreement.simulated(scenario, [made(act, 0.05, at) for act, at in struck], real)
         wasted_s = sum(seconds for cause, seconds in outcome.wasted_s.items() if cause != "stall")
         return outcome.steps_lost, wasted_s, outcome.steps
 

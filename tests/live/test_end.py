@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 from team import STEPS, Act, Ended, Here, Team, survivors
 
-import everstep
 from everstep import topology
 from everstep.errors import Restart
-from everstep.events import Finished, RanksLost, read_events
+from everstep.events import Finished, Persisted, RanksLost, read_events
+from everstep.keeper.keeping import Keeping
 from everstep.keeper.protocol import Lost
 from everstep.live.presence import Presence
 
@@ -45,10 +45,15 @@ def lose_when_all_have_the_last_step(name: int) -> Act:
     return act
 
 
-def before_all_have_it(name: int) -> Act:
+def lose_before(name: int, has_it: bool) -> Act:
+    """The rank itself has the last step in memory, or not; whether the others have, it has not heard."""
+
     def act(here: Here) -> None:
         if here.name == name and here.tries == STEPS:
-            here.run._finish = die
+            if has_it:
+                topology.exchange = die  # type: ignore[assignment]
+            else:
+                here.run._finish = die
 
     return act
 
@@ -59,18 +64,35 @@ def test_a_rank_lost_when_all_have_the_last_step_in_memory_costs_nothing(directo
     team = Team(directory, 3, on_loss=["rollback"], strategy=strategy).start(lose_when_all_have_the_last_step(1))
     found = survivors(team.wait())
     assert [(one["world"], one["step"], one["tries"]) for one in found] == [(3, STEPS, STEPS)] * 2
-    assert everstep.open(directory).latest() == STEPS
+    check_durable_before_anybody_ended(directory)
 
 
 @pytest.mark.parametrize("strategy", ["snapshot", "log"])
 @pytest.mark.parametrize("policy", ["spare", "rollback", "forward"])
-def test_a_rank_lost_before_all_have_it_is_lived_through(directory: Path, policy: str, strategy: str) -> None:
+@pytest.mark.parametrize("has_it", [False, True], ids=["without it", "with it"])
+def test_a_rank_lost_before_all_have_it_is_lived_through(
+    directory: Path, policy: str, strategy: str, has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring_down = Keeping.bring_down
+
+    def noted(self: Keeping, step: int, why_hopeless: Any) -> None:
+        bring_down(self, step, why_hopeless)
+        Path(directory.parent, f"down-{os.getpid()}").touch()
+
+    monkeypatch.setattr(Keeping, "bring_down", noted)
     team = Team(directory, 3, spares=policy == "spare", on_loss=[policy], strategy=strategy)
-    found = survivors(team.start(before_all_have_it(1)).wait())
+    found = survivors(team.start(lose_before(1, has_it)).wait())
     world = 3 if policy == "spare" else 2
     assert [(one["world"], one["step"]) for one in found] == [(world, STEPS)] * world
     assert len({one["state"] for one in found}) == 1
-    assert everstep.open(directory).latest() == STEPS
+    durable = {int(note.name.removeprefix("down-")) for note in directory.parent.glob("down-*")}
+    assert durable == {one["pid"] for one in found}, "nobody ends before the last step is durable"
+
+
+def check_durable_before_anybody_ended(directory: Path) -> None:
+    events = read_events(directory)
+    durable = min(e.time for e in events if isinstance(e, Persisted) and e.step == STEPS)
+    assert durable < min(e.time for e in events if isinstance(e, Finished))
 
 
 def lose_one_and_keep_another_waiting(directory: Path) -> Act:

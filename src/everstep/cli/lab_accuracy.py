@@ -115,14 +115,14 @@ def _tell(trial: Trial, found: Sequence[Trained], json: bool) -> None:
         f"going forward {costs.forward:g}, a checkpoint {costs.checkpoint:g}"
     )
     if found:
-        columns = ["strategy", "accuracy", "change", "loss", "time", "overhead", "again", "lost", "same bits"]
+        columns = ["strategy", "accuracy", "change", "loss", "overhead", "again", "lost", "exact"]
         print_table(columns, [_row(one) for one in judge(found)])
 
 
 def _row(one: Verdict) -> list[str]:
     return [
         one.strategy, _share(one.accuracy), _share(one.accuracy_change, "+"), f"{one.loss.mean:.4f}",
-        f"{one.time.mean:,.5g}", f"{one.overhead.mean:.1%}", f"{one.again:,.4g} steps" if one.again else "",
+        f"{one.overhead.mean:.1%}", f"{one.again:,.4g}",
         f"{one.buckets:,.4g} layers\n{one.samples:,.4g} samples" if one.buckets else "", f"{one.exact} of {one.seeds}",
     ]  # fmt: skip
 

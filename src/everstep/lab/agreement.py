@@ -1,7 +1,7 @@
 """Simulated and real, side by side: the same acts on real processes and on a virtual clock.
 
-The real run says how long its steps, its captures and its writes take; how long a restart takes is measured at the
-first act of the first scenario, and foretold for all others.
+The real run says how long its steps, its captures and its writes take, and how long a restart took after its first act.
+Which step comes back, what that costs in work, loading, and every later restart is foretold.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def agree(scenarios: Sequence[str], command: Sequence[str], folder: Path) -> Ite
     KeyboardInterrupt if somebody interrupts; the run that was under way is ended then.
     """
     loaded = [(name, _whole(name)) for name in scenarios]
-    restart_s: float | None = None
     for name, scenario in loaded:
         assert scenario.inject is not None
         directory = folder / Path(name).stem
@@ -73,16 +72,14 @@ def agree(scenarios: Sequence[str], command: Sequence[str], folder: Path) -> Ite
         if played.code != 0 or played.unmade or not played.made:
             raise EverstepError(f"{name}: the command did not end well, or not all was done to it; see {directory}")
         real = measure(played)
-        is_first = restart_s is None
-        restart_s = real.restart_s if restart_s is None else restart_s
-        outcome = simulated(scenario, played.made, real, restart_s)
+        outcome = simulated(scenario, played.made, real)
         wasted_s = sum(seconds for cause, seconds in outcome.wasted_s.items() if cause != "stall")
         off = wasted_s / real.wasted_s - 1
         agrees = real.steps_lost == outcome.steps_lost and abs(off) <= WITHIN
         yield Agreement(
             scenario=scenario.title, real_lost=real.steps_lost, simulated_lost=outcome.steps_lost,
             real_wasted_s=real.wasted_s, simulated_wasted_s=wasted_s, off=off, agrees=agrees,
-            says="a restart was measured here" if is_first else "" if agrees else "they do not agree",
+            says="" if agrees else "they do not agree",
         )  # fmt: skip
 
 
@@ -135,7 +132,7 @@ def measure(played: Played) -> Measured:
     )  # fmt: skip
 
 
-def simulated(scenario: Scenario, acts: Sequence[Made], real: Measured, restart_s: float) -> Outcome:
+def simulated(scenario: Scenario, acts: Sequence[Made], real: Measured) -> Outcome:
     """The same acts at the same steps, until the same step is done."""
     machine, training = scenario.machine, scenario.training
     machine = replace(
@@ -144,7 +141,7 @@ def simulated(scenario: Scenario, acts: Sequence[Made], real: Measured, restart_
     sized = replace(
         scenario, machine=machine, duration_s=1e9,
         training=replace(training, step_s=max(1e-4, real.step_s - HOST_S), state=real.state_bytes),
-        recovery=Recovery(detect_s=0.0, timeout_s=0.0, restart_s=restart_s, regroup_s=0.0),
+        recovery=Recovery(detect_s=0.0, timeout_s=0.0, restart_s=real.restart_s, regroup_s=0.0),
     )  # fmt: skip
     strategy = sized.strategies[0]
     rhythm, failures = rhythm_of(sized, strategy, 1), list[Failure]()

@@ -11,7 +11,7 @@ from everstep.lab.outcome import Estimate
 from everstep.lab.picture import LINES
 from everstep.lab.trial import Point, Trained, Verdict
 
-_WIDTH, _HEIGHT = 1000, 960
+_WIDTH, _HEIGHT = 1000, 890
 _WIDE, _HIGH = 400, 210  # of a panel
 _TICKS = 5  # on an axis, at most
 
@@ -162,4 +162,4 @@ def _percent(value: float) -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:,.6g}"
