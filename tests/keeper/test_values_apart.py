@@ -21,6 +21,7 @@ from everstep.recover.shelf import Shelf
 from everstep.store.disk import DiskTier
 from everstep.store.log import read_log, starts
 from everstep.store.manifest import read_single_part, values_folder, values_steps
+from everstep.timeline import unmarked
 from everstep.types import Codec, ImageInfo, PackedBuffer, Records
 
 RUN, LIFE = "7" * 32, "1" * 32
@@ -64,7 +65,7 @@ class Job:
         self.roster: Any = SimpleNamespace(
             wanted=-1, all=lambda: sessions, is_anybody_alive=lambda: True, tell=lambda trouble: None
         )
-        self.writer = RecordWriter(self.logbook, self.roster, self.told.append, lambda: None)
+        self.writer = RecordWriter(self.logbook, self.roster, self.told.append, lambda: None, unmarked)
 
     def _arena(self, kind: Any, layout: ImageLayout, rank: int, slots: int) -> Arena:
         return Arena.create(None, kind=kind, run=RUN, rank=rank, world=self.world, layout=layout, slots=slots)
