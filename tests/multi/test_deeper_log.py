@@ -103,11 +103,12 @@ def test_partners_take_records_with_gaps_and_after_a_loss_the_run_goes_on_from_i
     options = {"strategy": "log", "compress": TopK(0.4), "tiers": [Partner()]}
     nodes = cluster(1, 1, **options)
     nodes.live(die_at(6, level="durable"))
-    deadline, held = time.monotonic() + 20, list[tuple[int, bool]]()
-    while {rank for rank, _ in held} != {0, 1}:
-        assert time.monotonic() < deadline, "partners have no records"
-        guests = [guest for node in nodes.nodes for guest in nodes.memory(node).glob("*/guests/log-*/*.log")]
-        held = [frame for guest in guests for frame in frames_in(guest)]
+    deadline, held, bases = time.monotonic() + 20, list[tuple[int, bool]](), set[str]()
+    while {rank for rank, _ in held} != {0, 1} or len(bases) < 2:
+        assert time.monotonic() < deadline, "partners have no records, or no bases"
+        guests = [guest for node in nodes.nodes for guest in nodes.memory(node).glob("*/guests/*/*")]
+        bases = {guest.name for guest in guests if guest.parent.name.startswith("step-") and guest.suffix == ".json"}
+        held = [frame for guest in guests if guest.suffix == ".log" for frame in frames_in(guest)]
     assert all(has_gaps for _, has_gaps in held)
     nodes.lose(nodes.nodes[1])
     ended = results(nodes.live())
