@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[2] / "bench" / "log.py"
 
 
+@pytest.mark.soak
 def test_the_gpu_part_of_the_log_bench_says_what_each_way_costs(tmp_path: Path) -> None:
     words = ["--gpu", "--quick", "--only", "bert", "--device", "cpu", "--out", str(tmp_path)]
     with (tmp_path / "said").open("w+") as said:

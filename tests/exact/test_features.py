@@ -22,13 +22,18 @@ def some(names: list[str], every: int) -> list[object]:
 
 # Where data comes from does not depend on how state is kept.
 LOGGED = [name for name in ON_ONE_RANK if not name.startswith("data_")]
-BY_STRATEGY = [
-    *((name, "snapshot") for name in ON_ONE_RANK),
-    *((name, "log") if name in LOGGED else pytest.param(name, "log", marks=pytest.mark.soak) for name in ON_ONE_RANK),
-]
 
 
-@pytest.mark.parametrize(("name", "strategy"), BY_STRATEGY)
+def by_strategy(names: list[str]) -> list[object]:
+    """Every feature by bases; by the log all in the soak, and every second of those that concern it always."""
+    logged = [name for name in names if name in LOGGED][::2]
+    return [
+        *((name, "snapshot") for name in names),
+        *((name, "log") if name in logged else pytest.param(name, "log", marks=pytest.mark.soak) for name in names),
+    ]
+
+
+@pytest.mark.parametrize(("name", "strategy"), by_strategy(ON_ONE_RANK))
 def test_killed_in_every_place_it_ends_with_the_same_bits(name: str, strategy: str, stage: Make) -> None:
     once, again = stage(name), stage(name, strategy=strategy)
     unbroken = once.play()
@@ -39,16 +44,7 @@ def test_killed_in_every_place_it_ends_with_the_same_bits(name: str, strategy: s
         assert finished.left_in_memory() == []
 
 
-ON_TWO_BY_STRATEGY = [
-    (name, strategy)
-    if strategy == "snapshot" or not name.startswith("data_")
-    else pytest.param(name, strategy, marks=pytest.mark.soak)
-    for name in ON_TWO_RANKS
-    for strategy in ("snapshot", "log")
-]
-
-
-@pytest.mark.parametrize(("name", "strategy"), ON_TWO_BY_STRATEGY)
+@pytest.mark.parametrize(("name", "strategy"), by_strategy(ON_TWO_RANKS))
 def test_two_ranks_killed_one_at_a_time_end_with_the_same_bits(name: str, strategy: str, stage: Make) -> None:
     unbroken, again = stage(name).play(world=2), stage(name, strategy=strategy)
     assert differing(unbroken, again.play(ON_TWO, world=2)) == []

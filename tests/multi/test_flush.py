@@ -176,7 +176,7 @@ def test_a_plan_for_a_lost_node_has_times_where_they_were_measured(scheme: Any, 
 # -- called off
 
 
-@pytest.mark.parametrize("ranks", [(2,), (1, 1)], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("ranks", [pytest.param((2,), marks=pytest.mark.soak), (1, 1)], ids=["one node", "two nodes"])
 def test_a_flush_that_is_cancelled_stops_at_the_next_chunk_and_a_newer_one_gets_there(
     ranks: tuple[int, ...], cluster: Any
 ) -> None:

@@ -124,7 +124,10 @@ def test_what_is_left_when_all_trainers_are_gone_reaches_the_shared_tier(cluster
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("scheme", "strategy"), [("partner", "snapshot"), ("xor", "snapshot"), ("partner", "log")])
+@pytest.mark.parametrize(
+    ("scheme", "strategy"),
+    [pytest.param("partner", "snapshot", marks=pytest.mark.soak), ("xor", "snapshot"), ("partner", "log")],
+)
 def test_scavenging_completes_what_a_lost_node_had(scheme: str, strategy: str, cluster: Any, undisturbed: Any) -> None:
     """With a log what is rescued is a base, and the records that lead on from it."""
     nodes = cluster(1, 1, 1, tiers=[Partner()] if scheme == "partner" else [Parity("xor")], strategy=strategy)
@@ -147,7 +150,7 @@ def test_scavenging_completes_what_a_lost_node_had(scheme: str, strategy: str, c
     assert {one["state"] for one in ended} == {undisturbed(1, 1, 1)}
 
 
-@pytest.mark.parametrize("strategy", ["snapshot", "log"])
+@pytest.mark.parametrize("strategy", [pytest.param("snapshot", marks=pytest.mark.soak), "log"])
 def test_verify_reads_what_other_nodes_have_and_names_those_that_it_could_not_ask(strategy: str, cluster: Any) -> None:
     nodes = cluster(1, 1, 1, tiers=[Partner()], strategy=strategy)
 

@@ -124,7 +124,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("strategy", ["snapshot", "log"])
+@pytest.mark.parametrize("strategy", [pytest.param("snapshot", marks=pytest.mark.soak), "log"])
 def test_when_all_caches_are_gone_the_object_store_is_read(
     strategy: str, tmp_path: Path, undisturbed: Any, server: Server
 ) -> None:

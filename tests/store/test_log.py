@@ -158,7 +158,8 @@ def test_a_tail_torn_at_any_byte_is_cut_and_all_before_it_is_used(tmp_path: Path
     tier = a_log(tmp_path, 1)
     a_writer(tier).append([(a_frame(102, ranges=((BASE, 300),)), [memoryview(content(102, 300))])])
     last = scan(tier, START, RANK, RUN).records[-1]
-    for place in range(last.end - 1, last.begin, -1):
+    places = {*range(last.end - 1, last.begin, -7), last.begin + 1}  # all lengths modulo 8, and the shortest
+    for place in sorted(places, reverse=True):
         os.truncate(tier.root / NAME, place)
         log = read_log(tier, START, RANK, RUN)
         assert [record.frame.step for record in log.records] == [101], place

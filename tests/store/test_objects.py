@@ -207,6 +207,7 @@ def test_an_answer_that_was_lost_after_the_pointer_was_made_is_no_failure(
 # -- what is there
 
 
+@pytest.mark.soak
 def test_thousands_of_objects_are_all_listed_and_deleted(server: Server, tmp_path: Path) -> None:
     tier = at(server, tmp_path)
     inside = [f"step/blob-{i:05d}" for i in range(1100)]

@@ -153,6 +153,7 @@ def test_a_full_disk_is_refused_before_a_byte_is_written(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.soak
 def test_the_file_system_may_refuse_direct_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
