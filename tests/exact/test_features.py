@@ -53,7 +53,7 @@ def test_two_ranks_killed_one_at_a_time_end_with_the_same_bits(name: str, strate
 
 @pytest.mark.parametrize(
     "name",
-    ["a_convolution_in_channels_last", "two_models_with_an_optimizer_each", "accumulated_gradients"],
+    some(["a_convolution_in_channels_last", "two_models_with_an_optimizer_each", "accumulated_gradients"], every=3),
 )
 def test_killed_when_its_replica_is_as_new_it_ends_with_the_same_bits(name: str, stage: Make) -> None:
     unbroken, again = stage(name).play(), stage(name, keeper="process", strategy="replica")

@@ -41,7 +41,14 @@ def seen(stage: Stage, worlds: list[int]) -> dict[int, Counter[int]]:
         ("any_number_of_ranks_with_a_stateful_loader", "snapshot"),
     ],
 )
-@pytest.mark.parametrize("worlds", [[2, 1], [1, 2], [2, 3], [2, 3, 2], [2, 1, 2], [3, 1, 3]], ids=str)
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        *([2, 1], [1, 2], [2, 3, 2], [3, 1, 3]),
+        *(pytest.param(few, marks=pytest.mark.soak) for few in ([2, 3], [2, 1, 2])),
+    ],
+    ids=str,
+)
 def test_state_and_data_go_on_with_another_number_of_ranks(
     worlds: list[int], name: str, strategy: str, stage: Make
 ) -> None:

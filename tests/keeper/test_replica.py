@@ -143,7 +143,10 @@ def replicas(directory: Path) -> list[Arena]:
 # -- as new as the trainer, with its bits
 
 
-@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd", "adagrad", "rmsprop", "nadam"])
+@pytest.mark.parametrize(
+    "kind",
+    ["adam", "sgd", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("adamw", "adagrad", "rmsprop", "nadam"))],
+)
 def test_a_killed_trainer_goes_on_from_the_newest_step_without_replay(kind: str, directory: Path) -> None:
     assert live(lambda: train(directory, die_when_followed, kind)).killed
     ended = must_finish(lambda: train(directory, kind=kind))

@@ -53,7 +53,7 @@ def test_without_a_spare_the_others_go_on_and_no_sample_is_lost_or_seen_twice(di
 
 
 @pytest.mark.parametrize("strategy", ["snapshot", "log"])
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_those_who_are_left_train_on_the_very_same_global_batches(directory: Path, world: int, strategy: str) -> None:
     """Also over the end of a pass; and what comes of it differs only by the order of additions."""
     options = {"on_loss": "rollback", "strategy": strategy, "steps": 48, "dropout": 0.0}

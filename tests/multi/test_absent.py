@@ -158,6 +158,7 @@ finally:
 """
 
 
+@pytest.mark.soak
 def test_a_restart_while_the_object_store_refuses_connections_goes_on_from_memory(
     tmp_path: Path, undisturbed: Any
 ) -> None:
