@@ -59,7 +59,7 @@ def bench_durable(scratch: Path, quick: bool) -> dict[str, Any]:
     disk = [everstep.Disk(every=1)]
     found |= _guarded(SNAPSHOT, width, scratch, rounds, strategy="snapshot", tiers=disk)
     found |= _guarded(DENSE, width, scratch, rounds, strategy="log")
-    found |= _guarded(PACKED_LOG, width, scratch, 1 if quick else 2, strategy="log", compress=TopK(RATIO))
+    found |= _guarded(PACKED_LOG, width, scratch, rounds, strategy="log", compress=TopK(RATIO))
     if "replica" in get_args(Strategy):
         found |= _guarded(REPLICA, width, scratch, rounds, strategy="replica")
     return {"parameters": Loop(width).parameters, "rows": found}
@@ -94,11 +94,10 @@ def _guarded(name: str, width: int, scratch: Path, rounds: int, **options: Any) 
         half = steps_between_values(directory) if run._keeping.compression is not None else 0
         if run._keeping.compression is not None:
             ways[ALONE] = Way(run._keeping.compression.end_step, hooks=(run._keeping.compression,))
-        # With residuals a block is as long as it takes to come to a save of them, which then is a part of it.
-        ways[name] = Way(
-            watched.done, hooks=None, steps=half + 2 if half else 0, behind=watched.behind,
-            settle=partial(run.wait, "sealed" if half else "durable"),
-        )  # fmt: skip
+        level = "sealed" if half else "durable"  # residuals come to the disk now and then
+        ways[name] = Way(watched.done, hooks=None, behind=watched.behind, settle=partial(run.wait, level))
+        if half:  # as many blocks as it takes to come to a save of them
+            rounds = -(-(half + 2) // BLOCK)
         turns = take_turns(ways, loop.step, loop.optimizer, rounds=rounds, steps=BLOCK)
         status: Any = run.status()
         run.wait("durable")

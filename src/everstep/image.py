@@ -154,17 +154,22 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         item = ITEM_BYTES.get(tensor.dtype)
         if item is None:
             raise bad(f"{name} has unknown dtype {tensor.dtype}")
-        if any(n < 0 for n in tensor.shape) or begin != place or end - begin != math.prod(tensor.shape) * item:
-            raise bad(f"{name} claims bytes {begin} to {end} for shape {tensor.shape}")
+        extent = shape = tensor.shape
+        if begin != place or end - begin != math.prod(extent) * item or min(extent, default=0) < 0:
+            raise bad(f"{name} claims bytes {begin} to {end} for shape {extent}")
         place = end
-        box = meta.boxes.get(name, _Box(tensor.shape, (0,) * len(tensor.shape)))
-        if len(box.shape) != len(tensor.shape) or len(box.start) != len(tensor.shape):
-            raise bad(f"{name} is a box of another rank than its tensor")
-        if any(s < 0 or s + e > n for s, e, n in zip(box.start, tensor.shape, box.shape, strict=True)):
-            raise bad(f"{name} is a box that leaves its tensor")
+        box = meta.boxes.get(name)
+        if box is None:
+            start = (0,) * len(extent)
+        else:
+            shape, start = box.shape, box.start
+            if len(shape) != len(extent) or len(start) != len(extent):
+                raise bad(f"{name} is a box of another rank than its tensor")
+            if any(s < 0 or s + e > n for s, e, n in zip(start, extent, shape, strict=True)):
+                raise bad(f"{name} is a box that leaves its tensor")
         pieces.append(
             Piece(
-                name=name, dtype=tensor.dtype, shape=box.shape, start=box.start, extent=tensor.shape,
+                name=name, dtype=tensor.dtype, shape=shape, start=start, extent=extent,
                 offset=begin, length=end - begin, private=name in meta.private,
             )
         )  # fmt: skip
