@@ -56,6 +56,7 @@ class Way:
     done: Callable[[], object] = nothing  # after each step
     hooks: tuple[object, ...] | None = ()  # whose hooks the optimizer keeps; None: all
     before: Callable[..., None] | None = None  # a hook of its own in front of the optimizer's step
+    steps: int = 0  # in a block, if not as many as the others
     behind: Callable[[], int] = lambda: 0  # steps that are done and not durable
     settle: Callable[[], object] = nothing  # until nothing of it is under way
 
@@ -88,12 +89,13 @@ def take_turns(
                 step()  # so that whatever a step leaves to the next is there from the first that is timed
                 way.done()
                 sync()
+                count = way.steps or steps
                 with timed() as timer:
-                    for _ in range(steps):
+                    for _ in range(count):
                         step()
                         way.done()
                     sync()
-                found[name].step_s.append(timer.seconds / steps)
+                found[name].step_s.append(timer.seconds / count)
                 found[name].behind.append(way.behind())
                 way.settle()
     return found
