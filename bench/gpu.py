@@ -257,8 +257,8 @@ def overhead_report(report: Report, found: dict[str, Any]) -> None:
         ["model", "state MB", "ms/step", "link ms", *(f"{m} %" for m in MODES), "prototype %", "done() ms", "host ms"],
         note=f"bf16 autocast. Median over pairs of neighbouring blocks, with the lowest and highest, by events on the "
         f"training stream; each block begins with {LEAD} steps that nobody times, so that it is a part of a long loop. "
-        f"The link moves {link / 1e9:.1f} GB/s. Modes: host; device (through spare device memory); disk (host, the keeper writing "
-        "all the time). done() is its median call; host is all time in cut and gate a step, in which the device "
+        f"The link moves {link / 1e9:.1f} GB/s. Modes: host; device (through spare device memory); disk (host, the "
+        "keeper writing all the time). done() is its median call; host is all time in cut and gate a step, in which the device "
         "may still have work queued.",
     )  # fmt: skip
     for name, entry in found["models"].items():
