@@ -6,6 +6,9 @@ Tensors lie in order of falling element size, so that each is aligned for its dt
 of bytes that holds everything that is not a tensor and fills the file up to a multiple of 4096. The header's
 `__metadata__` says whose image it is and, for tensors that are only a box of a larger one, which box.
 
+Rows are always outermost; below them a tensor may have its dimensions in another order in memory (channels last). It
+lies here as it does there, under the shape that it has so, and the metadata has the order of its dimensions.
+
 Knows nothing of torch: dtypes are safetensors' names.
 """
 
@@ -23,6 +26,7 @@ from everstep.errors import Damaged, NewerFormat
 from everstep.types import ImageInfo, Piece, learnt
 
 FORMAT = 1
+ORDERED_FORMAT = 2  # of an image that has such tensors, and of its part manifest
 BLOCK = 4096
 CHUNK_BYTES = 4 << 20
 MAX_HEADER_BYTES = 256 << 20
@@ -44,6 +48,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     start: tuple[int, ...]
     extent: tuple[int, ...]
     private: bool = False
+    order: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Box(msgspec.Struct, frozen=True, gc=False):
@@ -52,10 +57,11 @@ class _Box(msgspec.Struct, frozen=True, gc=False):
 
 
 @learnt
-class _Meta(msgspec.Struct, frozen=True, kw_only=True):
+class _Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     info: ImageInfo
     boxes: dict[str, _Box]
     private: frozenset[str]
+    orders: dict[str, tuple[int, ...]] = {}
 
 
 @learnt
@@ -99,19 +105,21 @@ def lay_out(wanted: Iterable[Wanted], info: ImageInfo, extras_capacity: int) -> 
         pieces.append(
             Piece(
                 name=w.name, dtype=w.dtype, shape=w.shape, start=w.start, extent=w.extent,
-                offset=offset, length=length, private=w.private,
+                offset=offset, length=length, private=w.private, order=w.order,
             )
         )  # fmt: skip
         offset += length
+    orders = {p.name: p.order for p in pieces if p.order is not msgspec.UNSET}
     extras_bytes = round_up(offset + max(extras_capacity, 8), BLOCK) - offset
     meta = _Meta(
-        info=info,
+        info=msgspec.structs.replace(info, format=ORDERED_FORMAT) if orders else info,
         boxes={p.name: _Box(p.shape, p.start) for p in pieces if not p.whole},
         private=frozenset(p.name for p in pieces if p.private),
+        orders=orders,
     )
     table: dict[str, object] = {"__metadata__": {META: msgspec.json.encode(meta, order="deterministic").decode()}}
     for p in pieces:
-        table[p.name] = {"dtype": p.dtype, "shape": p.extent, "data_offsets": (p.offset, p.offset + p.length)}
+        table[p.name] = {"dtype": p.dtype, "shape": p.stored, "data_offsets": (p.offset, p.offset + p.length)}
     table[EXTRAS] = {"dtype": "U8", "shape": (extras_bytes,), "data_offsets": (offset, offset + extras_bytes)}
     body = msgspec.json.encode(table)
     padded = round_up(8 + len(body), BLOCK) - 8
@@ -145,8 +153,9 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         del table["__metadata__"]
     except (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError) as error:
         raise bad(f"unreadable header, {error}") from None
-    if meta.info.format > FORMAT:
-        raise NewerFormat(f"format {meta.info.format}, and this Everstep reads up to {FORMAT}; upgrade it", file=file)
+    if meta.info.format > ORDERED_FORMAT:
+        newer = f"format {meta.info.format}, and this Everstep reads up to {ORDERED_FORMAT}; upgrade it"
+        raise NewerFormat(newer, file=file)
     pieces: list[Piece] = []
     place, data_bytes = 0, total_bytes - 8 - size
     for name, tensor in sorted(table.items(), key=lambda item: item[1].data_offsets):
@@ -154,10 +163,15 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         item = ITEM_BYTES.get(tensor.dtype)
         if item is None:
             raise bad(f"{name} has unknown dtype {tensor.dtype}")
-        extent = shape = tensor.shape
+        extent, order = tensor.shape, meta.orders.get(name, msgspec.UNSET)
         if begin != place or end - begin != math.prod(extent) * item or min(extent, default=0) < 0:
             raise bad(f"{name} claims bytes {begin} to {end} for shape {extent}")
         place = end
+        if order is not msgspec.UNSET:
+            if order[:1] != (0,) or sorted(order) != list(range(len(extent))):
+                raise bad(f"{name} has its dimensions in the order {order}")
+            extent = tuple(extent[order.index(one)] for one in range(len(extent)))
+        shape = extent
         box = meta.boxes.get(name)
         if box is None:
             start = (0,) * len(extent)
@@ -170,7 +184,7 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         pieces.append(
             Piece(
                 name=name, dtype=tensor.dtype, shape=shape, start=start, extent=extent,
-                offset=begin, length=end - begin, private=name in meta.private,
+                offset=begin, length=end - begin, private=name in meta.private, order=order,
             )
         )  # fmt: skip
     if place != data_bytes:

@@ -79,10 +79,16 @@ class Piece(Noun, frozen=True, kw_only=True, gc=False):
     offset: int
     length: int
     private: bool = False  # this rank's own value, not a share of a common one
+    order: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET  # of the dimensions in memory, where it is another one
 
     @property
     def whole(self) -> bool:
         return self.extent == self.shape
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The extent, in the order in which the dimensions lie in memory."""
+        return self.extent if self.order is msgspec.UNSET else tuple(self.extent[one] for one in self.order)
 
 
 class OptimizerInfo(Noun, frozen=True, kw_only=True):

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from everstep.capture.compressor import Compressor
 from everstep.errors import BadConfig, Unstorable
 from everstep.image import Wanted
-from everstep.types import OptimizerInfo
+from everstep.types import OptimizerInfo, Piece
 
 COMPRESSOR = "compressor."  # how the residuals of a gradient compressor are called
 
@@ -65,7 +66,7 @@ class Share:
         extent = (self.rows, *shape[1:]) if shape else ()
         return Wanted(
             name=self.entry.name, dtype=DTYPES[self.entry.tensor.dtype], shape=shape, start=start, extent=extent,
-            private=not self.entry.common,
+            private=not self.entry.common, order=_order(self.entry.tensor),
         )  # fmt: skip
 
     def chunks(self) -> Iterator[Share]:
@@ -78,6 +79,25 @@ class Share:
     def bytes(self) -> int:
         tensor = self.entry.tensor
         return tensor.nbytes if tensor.dim() == 0 else tensor.nbytes // max(1, tensor.shape[0]) * self.rows
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | msgspec.UnsetType:
+    """How the dimensions lie in memory, if otherwise than they are numbered: a copy in that order moves whole runs.
+
+    Only where rows come first and nothing lies between: other tensors are put in order as they are copied.
+    """
+    if tensor.is_contiguous():
+        return msgspec.UNSET
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda one: -strides[one])
+    return tuple(order) if order[0] == 0 and tensor.permute(order).is_contiguous() else msgspec.UNSET
+
+
+def shaped(elements: Tensor, piece: Piece) -> Tensor:
+    """The elements of a piece, one after the other in memory, as the tensor that they are."""
+    if piece.order is msgspec.UNSET:
+        return elements.view(piece.extent)
+    return elements.view(piece.stored).permute([piece.order.index(one) for one in range(len(piece.order))])
 
 
 def plain_name(name: str) -> str:

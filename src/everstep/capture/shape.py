@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from everstep.capture.arena import Arena
-from everstep.capture.layout import BUCKET_BYTES, TORCH_DTYPES, Bucket, Entry, Listing, Share, Subjects, buckets, share
+from everstep.capture.layout import (
+    BUCKET_BYTES,
+    TORCH_DTYPES,
+    Bucket,
+    Entry,
+    Listing,
+    Share,
+    Subjects,
+    buckets,
+    shaped,
+    share,
+)
 from everstep.capture.life import Life
 from everstep.errors import BadConfig
 from everstep.events import Degraded, Sink
@@ -216,7 +227,7 @@ def view_in(flat: Tensor, item: Share, places: dict[str, Piece], base: int) -> T
     """Where a share's rows lie in memory that begins at image offset -base."""
     piece = places[item.entry.name]
     begin = base + piece.offset
-    whole = flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]).view(piece.extent)
+    whole = shaped(flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]), piece)
     first = item.first - piece.start[0] if piece.start else 0
     return whole if not piece.extent or item.rows == piece.extent[0] else whole.narrow(0, first, item.rows)
 

@@ -66,7 +66,7 @@ def persist_part(
         raise Damaged(reason, tier="memory", step=seal.step, rank=arena.rank, chunk=first)
     arena.set_checks(slot, seal.sequence, chunks)
     part = Part(
-        format=FORMAT, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
+        format=info.format, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
         bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces, cut_time=seal.cut_time,
         torch=torch_version, replica=info.replica,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from everstep.capture.digest import MODULUS, digest, number
 from everstep.capture.extras import decode, encode
 from everstep.capture.form import CALL, DIGEST, GRADIENT, tree_of_base
-from everstep.capture.layout import TORCH_DTYPES, optimizer_name
+from everstep.capture.layout import TORCH_DTYPES, optimizer_name, shaped
 from everstep.capture.update import Call, Double, Member, rebuild, recorded_call
 from everstep.image import ImageLayout, Wanted, extras_of, lay_out
 from everstep.types import ImageInfo, OptimizerInfo, Piece
@@ -46,7 +46,7 @@ class View:
         if found is None:
             piece = self.pieces[name]
             begin = len(self.layout.header) + piece.offset
-            found = self._flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]).view(piece.extent)
+            found = shaped(self._flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]), piece)
             self._tensors[name] = found
         return found
 
@@ -76,7 +76,9 @@ def labelled(layout: ImageLayout, info: ImageInfo, device: str) -> tuple[ImageLa
         return layout, info
     info = msgspec.structs.replace(info, replica=device)
     pieces = [
-        Wanted(name=p.name, dtype=p.dtype, shape=p.shape, start=p.start, extent=p.extent, private=p.private)
+        Wanted(
+            name=p.name, dtype=p.dtype, shape=p.shape, start=p.start, extent=p.extent, private=p.private, order=p.order
+        )
         for p in layout.pieces
     ]
     return lay_out(pieces, info, layout.extras_bytes), info
@@ -221,7 +223,7 @@ class Image:
         """How many elements that optimizers write have other bits than in a true base, and the largest difference."""
         differing, largest = 0, 0.0
         for piece in self._updated():
-            mine, true = self.view[piece.name].view(-1), base[piece.name].view(-1)
+            mine, true = self.view[piece.name].reshape(-1), base[piece.name].reshape(-1)
             for at in range(0, mine.numel(), _AT_ONCE):
                 some, others = mine[at : at + _AT_ONCE], true[at : at + _AT_ONCE]
                 if torch.equal(some.view(torch.uint8), others.view(torch.uint8)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everstep.capture.extras import decode
-from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost, optimizer_name
+from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost, optimizer_name, shaped
 from everstep.errors import Damaged, Mismatch
 from everstep.image import ImageLayout, extras_of
 from everstep.store.manifest import uncovered
@@ -36,7 +36,7 @@ class Checkpoint:
         """A whole tensor in memory of its own."""
         pieces = self.pieces[name]
         if len(pieces) == 1 and pieces[0][0].whole:
-            return pieces[0][1].clone()
+            return pieces[0][1].clone(memory_format=torch.contiguous_format)
         whole = torch.empty(pieces[0][0].shape, dtype=pieces[0][1].dtype)
         for piece, part in pieces:
             whole[_box(piece)].copy_(part)
@@ -90,7 +90,7 @@ def tensor_in(data: memoryview, piece: Piece) -> Tensor:
     if not data:
         return torch.empty(piece.extent, dtype=TORCH_DTYPES[piece.dtype])
     with _unwarned() if data.readonly else nullcontext():
-        return torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]).view(piece.extent)
+        return shaped(torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]), piece)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import msgspec
 
 from everstep import image
 from everstep.errors import Damaged, EverstepError, NothingToRestore
-from everstep.image import CHUNK_BYTES, FORMAT
+from everstep.image import CHUNK_BYTES
 from everstep.keeper import flush
 from everstep.keeper.book import Book, grouped
 from everstep.keeper.exchange import ANSWERS, AnyAnswer
@@ -183,7 +183,7 @@ def _put(tier: Tier, holding: Holding, found: Image) -> None:
         tier.delete(leftover)
     chunks = tier.put(data_name(holding.step, holding.rank), data)
     part = Part(
-        format=FORMAT, run=info.run, generation=holding.generation, step=holding.step, rank=holding.rank,
+        format=info.format, run=info.run, generation=holding.generation, step=holding.step, rank=holding.rank,
         world=holding.world, bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces,
         cut_time=holding.cut_time or time.time(), torch="", replica=info.replica,
     )  # fmt: skip

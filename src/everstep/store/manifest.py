@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from everstep.errors import Damaged, NewerFormat
-from everstep.image import CHUNK_BYTES, FORMAT
+from everstep.image import CHUNK_BYTES, FORMAT, ORDERED_FORMAT
 from everstep.store.tier import Tier
 from everstep.types import (
     Attempt,
@@ -115,8 +115,9 @@ def decode(
     data = bytes(data)
     try:
         version = msgspec.json.decode(data, type=_Format).format
-        if version > FORMAT:
-            newer = f"format {version}, and this Everstep reads up to {FORMAT}; upgrade it"
+        known = ORDERED_FORMAT if kind is Part else FORMAT
+        if version > known:
+            newer = f"format {version}, and this Everstep reads up to {known}; upgrade it"
             raise NewerFormat(newer, tier=tier, file=file, step=step, rank=rank)
         record = msgspec.json.decode(data, type=kind)
         canonical = encode(record)
