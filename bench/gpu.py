@@ -258,8 +258,8 @@ def overhead_report(report: Report, found: dict[str, Any]) -> None:
         note=f"bf16 autocast. Median over pairs of neighbouring blocks, with the lowest and highest, by events on the "
         f"training stream; each block begins with {LEAD} steps that nobody times, so that it is a part of a long loop. "
         f"The link moves {link / 1e9:.1f} GB/s. Modes: host; device (through spare device memory); disk (host, the "
-        "keeper writing all the time). done() is its median call; host is all time in cut and gate a step, in which the device "
-        "may still have work queued.",
+        "keeper writing all the time). done() is its median call; host is all time in cut and gate a step, in which "
+        "the device may still have work queued.",
     )  # fmt: skip
     for name, entry in found["models"].items():
         rows = {mode: Row(**values) for mode, values in entry["modes"].items()}
