@@ -572,7 +572,7 @@ def complex_and_bf16_parameters(trial: Trial) -> None:
     train(trial, model, torch.optim.Adam(model.parameters(), lr=0.01))
 
 
-@feature()
+@feature(on_two_ranks=True)
 def a_convolution_in_channels_last(trial: Trial) -> None:
     class Picture(nn.Module):
         def __init__(self) -> None:
@@ -583,7 +583,7 @@ def a_convolution_in_channels_last(trial: Trial) -> None:
             picture = x.view(-1, 2, 3, 1).repeat(1, 1, 1, 2).to(memory_format=torch.channels_last)
             return self.head(self.conv(picture).flatten(1))
 
-    model = Picture().to(memory_format=torch.channels_last)
+    model = trial.parallel(Picture().to(memory_format=torch.channels_last))
     train(trial, model, torch.optim.Adam(model.parameters(), lr=0.01))
 
 

@@ -146,7 +146,7 @@ moves = st.integers(0, 1 << 30).map(
 cadences = st.sampled_from([Every(steps=1), Every(steps=4), Every(seconds=0.5), Every()])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.integers(1, 4), cadences, moves)
 def test_a_step_is_complete_only_if_all_did_exactly_that_and_complete_never_goes_back(
     count: int, every: Every, played: list[tuple[str, int]]
@@ -156,7 +156,7 @@ def test_a_step_is_complete_only_if_all_did_exactly_that_and_complete_never_goes
         game.play(move, number)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.integers(1, 4), cadences, moves)
 def test_when_faults_end_a_newer_step_becomes_complete(count: int, every: Every, played: list[tuple[str, int]]) -> None:
     game = Game(count, every)

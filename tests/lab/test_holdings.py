@@ -38,7 +38,7 @@ losses = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(range(len(STRATEGIES))), losses, losses, st.sets(st.integers(0, 11), max_size=3))
 def test_a_few_stand_for_all(number: int, before: list, after: list, absent: set[int]) -> None:
     strategy = SCENARIO.strategies[number]

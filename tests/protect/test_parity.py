@@ -152,7 +152,7 @@ def test_every_loss_pattern_is_rebuilt_to_the_byte(n: int, m: int, kind: str) ->
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_groups_of_any_sizes_are_encoded_as_the_reference_and_rebuilt(draw: st.DataObject) -> None:
     n, m = draw.draw(st.sampled_from(GROUPS))
     lengths = draw.draw(st.lists(sizes_of, min_size=n, max_size=n))
@@ -166,7 +166,7 @@ def test_groups_of_any_sizes_are_encoded_as_the_reference_and_rebuilt(draw: st.D
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_range_is_rebuilt_alone_and_reads_no_more_than_its_share(draw: st.DataObject) -> None:
     n, m = draw.draw(st.sampled_from(GROUPS))
     group = Group(draw.draw(st.lists(st.integers(1, 900), min_size=n, max_size=n)), m)
@@ -315,7 +315,6 @@ def test_c_is_never_given_what_would_not_fit() -> None:
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
 @given(lengths=st.lists(st.integers(0, 200), min_size=4, max_size=4), extra=st.integers(0, 70))
-@settings(deadline=None)
 def test_chunks_of_any_lengths_at_any_address_are_summed(losses: int, lengths: list[int], extra: int) -> None:
     """The library's inner loops take 64 bytes at a time; heads and tails are where they would go wrong."""
     coder = coder_for(4, losses)

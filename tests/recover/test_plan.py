@@ -58,7 +58,7 @@ surveys = st.builds(
     attempts=st.lists(attempts, max_size=3, unique_by=lambda a: a.step).map(tuple),
 )
 readers = st.sampled_from([{"n1"}, {"n2"}, {"n1", "n2"}])
-many = settings(max_examples=250, deadline=None, derandomize=True)
+many = settings(max_examples=250, derandomize=True)
 
 
 def readable(holding: Holding, nodes: set[str]) -> bool:
