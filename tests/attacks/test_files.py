@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def part_life(directory: Path, until: int = LAST) -> dict[str, Any]:
 
 
 @cache
-def alone() -> Path:
+def original() -> Path:
     """A run of one rank whose disk holds steps 1 (the first is always written), 2, 4 and 6."""
     import tempfile
 
@@ -64,20 +64,6 @@ def alone() -> Path:
 def digest_of(steps: int) -> str:
     with run_directory() as directory:
         return str(must_finish(lambda: train_tiny(directory, steps=steps))["digest"])
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    shutil.rmtree(alone().parent, ignore_errors=True)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "run"
-    shutil.copytree(alone(), directory)
-    yield directory
-    shutil.rmtree(arena_root(None) / run_of(alone()), ignore_errors=True)
 
 
 def cli(*arguments: object) -> tuple[int, str]:

@@ -74,20 +74,6 @@ def original() -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    shutil.rmtree(original().parent, ignore_errors=True)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "run"
-    shutil.copytree(original(), directory)
-    yield directory
-    shutil.rmtree(arena_root(None) / run_of(original()), ignore_errors=True)
-
-
 def log_of(directory: Path, start: int) -> LogRead:
     return read_log(DiskTier(directory), start, 0, run_of(directory))
 

@@ -7,9 +7,7 @@ Its memory is gone, as after a reboot. Every attack works on a copy.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,20 +61,6 @@ def original() -> Path:
     forget_memory(directory)
     assert values_steps(DiskTier(directory)) == [LAST - 1, LAST]
     return directory
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    shutil.rmtree(original().parent, ignore_errors=True)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "run"
-    shutil.copytree(original(), directory)
-    yield directory
-    shutil.rmtree(arena_root(None) / run_of(original()), ignore_errors=True)
 
 
 def record_of(directory: Path, step: int) -> tuple[Path, frames.Record]:

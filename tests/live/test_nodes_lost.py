@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from camp import Camp, wait_until
 from lives import digest
 from msgspec.structs import replace
-from network import Network
 from team import STEPS, Ended, Here, survivors
 
 from everstep import Partner
@@ -196,22 +194,6 @@ def test_a_node_comes_back_to_stand_by_and_another_may_be_lost(camp: Any) -> Non
     nodes.add(3, act, spare=True)
     went_on_alike(nodes.wait(90), 2, 120)
     assert [event.world for event in nodes.events(Called)] == [2, 3, 2]
-
-
-@pytest.fixture
-def network() -> Iterator[Any]:
-    made: list[Network] = []
-
-    def make(nodes: Camp) -> Network:
-        try:
-            made.append(Network(nodes.nodes))
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces can be made here: {error}")
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.mark.soak

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from cluster import Cluster, die_at, results
-from network import Network
+from cluster import die_at, results
 
 from everstep import Parity, Partner
 from everstep.events import Degraded, Protected, read_events
 
 CUT_S = 10.0
-
-
-@pytest.fixture
-def network() -> Iterator[Any]:
-    made: list[Network] = []
-
-    def make(cluster: Cluster) -> Network:
-        try:
-            made.append(Network(cluster.nodes))
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces can be made here: {error}")
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.mark.soak
