@@ -22,8 +22,9 @@ keeper/         one a node, with an eye and two hands   keeper halting base_writ
 keeper/         and in numbers, for Prometheus          metrics scrape
 keeper/         and how busy the accelerators are       devices
 keeper/         who goes on after a loss                lines views assembly council embassy
-keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note fleet
-keeper/         beyond this node, a lane each           lane transit deeper sinking partners parity_work copies guests
+keeper/         and with those of other nodes           rate wire peers peer_server rounds exchange note seals fleet
+keeper/         beyond this node, a lane each           lane transit deeper partners parity_work copies guests
+keeper/         and records and values behind them      sinking sunk_values
 keeper/         and as new as the trainer               replica replica_image replica_records replica_rank
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client arrival keeping

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.cadence import Every
-from everstep.keeper.rounds import AHEAD, NONE, Lane, Order, Orders, Report, Rounds
+from everstep.keeper.rounds import AHEAD, NONE, VALUES, Lane, Order, Orders, Report, Rounds, values_of
 
 LANE, LIFE = "protect", "life"
 
@@ -248,3 +250,130 @@ def test_a_node_that_was_heard_of_long_ago_is_named_too() -> None:
     assert rounds.hear(Report(node="n0", generation=LIFE, newest=1), 1.0).silent == ()
     assert rounds.hear(Report(node="n0", generation=LIFE, newest=1), 60.0).silent == ("n1",)
     assert rounds.hear(Report(node="n1", generation=LIFE, newest=1), 61.0).silent == ()
+
+
+class Job:
+    """Nodes that train on compressed gradients: each keeps the values of its newest two steps, and those it holds."""
+
+    def __init__(self, count: int, *, apart: int = 50, step_s: float = 0.01) -> None:
+        self.names, self.apart, self.step_s = [f"n{number}" for number in range(count)], apart, step_s
+        self.lanes = {VALUES: Every(), "disk": Every(seconds=1e9), values_of("shared"): Every()}
+        self.rounds = Rounds(self.names, self.lanes, LIFE, 0.1)
+        self.now, self.newest, self.orders = 0.0, 0, {name: Orders() for name in self.names}
+        self.saved: dict[str, set[int]] = {name: set() for name in self.names}
+        self.missed = dict.fromkeys(self.names, NONE)
+        self.wanted = NONE
+        self.lag: dict[str, float] = {}  # nodes that hear only every so many seconds
+        self.heard = dict.fromkeys(self.names, -1e9)
+        self.appointed: list[int] = []
+
+    def order(self, name: str, lane: str = VALUES) -> Order:
+        return self.orders[name].lanes.get(lane, Order())
+
+    def tell(self, name: str, *, base: int = NONE, sunk: int = NONE, is_alive: bool = True) -> None:
+        lanes = {
+            VALUES: Lane(done=max(self.saved[name], default=NONE), missed=self.missed[name], apart=self.apart),
+            "disk": Lane(done=base, reach=base), values_of("shared"): Lane(done=sunk),
+        }  # fmt: skip
+        orders = self.rounds.hear(
+            Report(
+                node=name, generation=LIFE, newest=NONE, newest_values=self.newest, is_alive=is_alive,
+                wanted={VALUES: self.wanted}, lanes=lanes,
+            ),
+            self.now,
+        )  # fmt: skip
+        if self.now - self.heard[name] >= self.lag.get(name, 0.0):
+            self.orders[name], self.heard[name] = orders, self.now
+
+    def turn(self, **said: Any) -> None:
+        """All tell and hear, and do what they are told if they still can."""
+        for name in self.names:
+            self.tell(name, **said)
+            step = self.order(name).step
+            if step == self.newest or (step == self.newest - 1 and step in self.appointed):
+                self.saved[name].add(step)
+            elif step < self.newest and step not in self.saved[name]:
+                self.missed[name] = max(self.missed[name], step)
+            if step not in self.appointed:
+                self.appointed.append(step)
+
+    def train(self, steps: int, **said: Any) -> None:
+        for _ in range(steps):
+            self.newest, self.now = self.newest + 1, self.now + self.step_s
+            self.turn(**said)
+
+    @property
+    def complete(self) -> int:
+        return min(self.order(name).complete for name in self.names)
+
+
+def test_values_of_one_step_are_saved_by_all_as_far_apart_as_they_say() -> None:
+    job = Job(3)
+    job.train(1000)
+    steps = [step for step in job.appointed if step != NONE]
+    assert all(step in saved for saved in job.saved.values() for step in steps if step <= job.newest - 1)
+    assert job.complete >= 1000 - 50 - 60 and all(b - a >= 50 for a, b in pairwise(steps))
+    assert set(job.missed.values()) == {NONE}
+
+
+def test_nobody_may_have_passed_a_step_of_values_before_all_have_heard_of_it() -> None:
+    job = Job(2, step_s=0.001)
+    job.lag["n1"] = 0.4
+    job.train(3000)
+    assert job.missed["n1"] == NONE and job.complete > 2000
+    slow = Job(2, step_s=0.001)
+    slow.lag["n1"] = 1.3
+    slow.train(9000)
+    assert slow.missed["n1"] > NONE, "it could not know"
+    assert slow.complete > slow.missed["n1"], "what followed was announced earlier"
+
+
+def test_whoever_waits_has_the_values_of_that_step_saved_at_once_and_not_those_of_a_later_one() -> None:
+    early = Job(2)
+    early.train(20)
+    early.wanted = early.newest
+    for _ in range(3):
+        early.turn()
+    assert early.complete == early.newest == 20
+    job = Job(2)
+    job.train(60)
+    assert job.order("n0").step > job.newest, "one is appointed"
+    job.wanted = job.newest
+    for _ in range(3):
+        job.turn()
+    assert job.complete == job.newest == 60
+
+
+def test_a_base_takes_the_place_of_values_and_without_values_none_are_appointed() -> None:
+    job = Job(2)
+    job.train(40)
+    job.train(49, base=40)
+    assert job.appointed == [NONE]
+    job.train(100, base=40)
+    assert job.complete > 40
+    dense = Job(2)
+    dense.newest, dense.wanted = NONE, 5
+    dense.turn()
+    dense.turn()
+    assert dense.appointed == [NONE]
+
+
+def test_when_all_trainers_are_gone_the_newest_values_of_all_are_saved() -> None:
+    job = Job(2)
+    job.train(20)
+    for _ in range(3):
+        job.turn(is_alive=False)
+    assert job.complete == 20
+
+
+def test_deeper_places_get_the_values_that_all_disks_have_one_step_after_the_other() -> None:
+    job = Job(2)
+    lane = values_of("shared")
+    job.train(200)
+    first = job.order("n0", lane).step
+    assert first in job.saved["n0"] & job.saved["n1"]
+    job.train(300)
+    assert job.complete > first and job.order("n0", lane).step == first, "it is not there yet"
+    job.train(1, sunk=first)
+    job.train(1, sunk=first)
+    assert job.order("n0", lane).complete == first and job.order("n0", lane).step == job.complete > first

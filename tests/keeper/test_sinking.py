@@ -15,18 +15,29 @@ import pytest
 from everstep.cadence import Every
 from everstep.errors import TierFailed
 from everstep.events import Degraded, Event
-from everstep.image import FORMAT, lay_out
+from everstep.image import CHUNK_BYTES, FORMAT, lay_out
 from everstep.keeper.book import Book
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
+from everstep.keeper.rounds import NONE, Order
 from everstep.keeper.sinking import Sinking
+from everstep.keeper.sunk_values import SunkValues
 from everstep.store.disk import DiskTier
 from everstep.store.frame import GAPS_FORMAT
 from everstep.store.gaps import from_gaps, to_gaps
 from everstep.store.log import LogWriter, cut_after, log_name, read_log, starts, strangers
+from everstep.store.manifest import (
+    data_name,
+    encode,
+    part_name,
+    read_data,
+    read_single_part,
+    values_folder,
+    values_steps,
+)
 from everstep.store.objects import ObjectTier
 from everstep.store.tier import Tier
-from everstep.types import Frame, ImageInfo, Survives
+from everstep.types import Frame, ImageInfo, Part, Survives
 
 RUN, LIFE, NEXT = "5" * 32, "1" * 32, "2" * 32
 LAYOUT = lay_out([], ImageInfo(format=FORMAT, run=RUN, rank=0, world=1), 4096)
@@ -58,7 +69,7 @@ class Node:
         self.told: list[Event] = []
         self.disk, self.deeper, self.is_urgent = DiskTier(root / "disk"), deeper, True
         self.logbook = Logbook(self.disk, self.told.append)
-        hello = Hello(
+        self.hello = hello = Hello(
             rank=0, world=1, local=1, local_ranks=(0,), ranks_here=(0,), pid=0, run=RUN, directory="", generation=LIFE,
             resumed_from=None, every_steps=None, every_s=None, every_capture=False, lose_steps=1, lose_s=None,
             keep_last=2, keep_every=None, linger_s=0.0, torch="",
@@ -259,3 +270,49 @@ def test_what_another_life_left_beyond_a_step_is_found_and_removed_and_what_led_
     last = starts(deeper, 0)[-1]
     assert read_log(deeper, last, 0, RUN).records[-1].frame == frame(6, NEXT)
     assert deeper.size(log_name(last, 0)) > 0
+
+
+def save_values(node: Node, step: int) -> None:
+    """What the keeper does when a step is appointed."""
+    data = memoryview(step.to_bytes(8, "little") * 1000)
+    chunks = node.disk.put(data_name(step, 0, values_folder), data)
+    part = Part(
+        format=FORMAT, run=RUN, generation=LIFE, step=step, rank=0, world=1, bytes=len(data), chunk_bytes=CHUNK_BYTES,
+        chunks=chunks, pieces=(), cut_time=0.0, torch="",
+    )  # fmt: skip
+    node.disk.put(part_name(step, 0, values_folder), memoryview(encode(part)))
+
+
+def test_values_that_all_disks_have_follow_the_records_and_older_ones_go_when_all_have_brought_newer_ones(
+    node: Node, deeper: Tier
+) -> None:
+    order = Order(step=3)
+    sunk = SunkValues(deeper, node.logbook, node.hello, None, lambda: order)
+    for step in (3, 6):
+        save_values(node, step)
+    sunk.bring(threading.Event())
+    assert (sunk.status().done, sunk.complete, sunk.due) == (3, NONE, NONE)
+    order = Order(step=6, complete=3)
+    assert (sunk.complete, sunk.pinned()) == (3, 6)
+    sunk.bring(threading.Event())
+    sunk.forget()
+    assert values_steps(deeper) == [3, 6], "not all have brought the newer one"
+    order = Order(step=6, complete=6)
+    sunk.forget()
+    assert values_steps(deeper) == [6] and sunk.complete == 6 and sunk.pinned() is None
+    part = read_single_part(deeper, 6, 0, RUN, values_folder)
+    assert read_data(deeper, part, values_folder) == (6).to_bytes(8, "little") * 1000
+    following = SunkValues(deeper, node.logbook, node.hello, None, lambda: order)
+    following.bring(threading.Event())
+    assert following.status().done == 6, "the next keeper sees what is there"
+
+
+def test_values_that_the_disk_has_no_more_are_missed_and_told_so(node: Node, deeper: Tier) -> None:
+    order = Order(step=3)
+    sunk = SunkValues(deeper, node.logbook, node.hello, None, lambda: order)
+    sunk.bring(threading.Event())
+    assert (sunk.status().done, sunk.status().missed, sunk.due) == (NONE, 3, NONE)
+    order = Order(step=6)
+    save_values(node, 6)
+    sunk.bring(threading.Event())
+    assert sunk.status().done == 6 and values_steps(deeper) == [6]

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from everstep.capture.arena import Arena
+from everstep.errors import Damaged
 from everstep.events import Event, Tuned
 from everstep.image import FORMAT, ImageLayout, Wanted, lay_out
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
 from everstep.keeper.record_writer import RecordWriter
+from everstep.keeper.rounds import Order
 from everstep.recover.shelf import Shelf
 from everstep.store.disk import DiskTier
 from everstep.store.log import read_log, starts
@@ -214,3 +216,65 @@ def test_every_record_comes_back_to_the_bit(job: Callable[..., Job]) -> None:
                 there = found.bytes_at(len(found.layout.header) + piece.offset, piece.length)
                 assert there == one.given[rank, step][piece.name], (rank, step, piece.name)
             assert struct.unpack("<Q", found.extras()) == (step,)
+
+
+def test_among_several_nodes_the_values_of_the_step_are_saved_that_was_appointed_ahead(job: Callable[..., Job]) -> None:
+    one, order = job(2), Order(step=BASE + 9)
+    one.logbook.appointed = lambda: order
+    assert one.train(BASE + 1, BASE + 8) == []
+    for step in range(BASE + 9, BASE + 14):  # the keeper is slow: memory keeps two steps, and what was appointed
+        one.step(step)
+    assert one.train(BASE + 14, BASE + 30) == [BASE + 9]
+    status = one.logbook.values_status()
+    assert (status.done, status.missed) == (BASE + 9, -1) and status.apart > 0
+    assert one.logbook.reach() == BASE, "the other nodes may never have it"
+    order = Order(step=BASE + 9, complete=BASE + 9)
+    assert one.logbook.reach() == BASE + 9
+
+
+def test_a_step_that_was_appointed_too_late_is_missed_and_told_so(job: Callable[..., Job]) -> None:
+    one, order = job(1, slots=8), Order(step=BASE + 2)
+    one.train(BASE + 1, BASE + 20)
+    one.logbook.appointed = lambda: order
+    assert one.train(BASE + 21, BASE + 22) == []
+    assert (one.logbook.values_status().done, one.logbook.values_status().missed) == (-1, BASE + 2)
+
+
+def test_what_all_nodes_have_saved_stays_with_the_one_before_it_until_a_newer_one_is_complete(
+    job: Callable[..., Job],
+) -> None:
+    one, order = job(1, slots=8), Order()
+    one.logbook.appointed = lambda: order
+    seen = []
+    for step in range(BASE + 5, BASE + 26, 5):
+        order = Order(step=step, complete=order.complete)
+        one.train(step - 4, step)
+        seen.append(values_steps(one.tier))
+        order = Order(step=step, complete=step if step != BASE + 15 else order.complete)
+        one.writer._take()
+    assert seen[2] == [BASE + 5, BASE + 10, BASE + 15], "nothing goes before a newer step is complete"
+    assert values_steps(one.tier) == [BASE + 20, BASE + 25], "one of them in case the other is damaged"
+
+
+def test_when_the_trainers_are_gone_all_values_that_memory_has_are_saved(job: Callable[..., Job]) -> None:
+    one = job(2, slots=8)
+    one.logbook.appointed = Order
+    one.train(BASE + 1, BASE + 6)
+    one.roster.is_anybody_alive = lambda: False
+    one.writer._take()
+    assert values_steps(one.tier)[-2:] == [BASE + 5, BASE + 6]
+
+
+def test_values_that_are_damaged_in_memory_are_missed_and_the_next_ones_are_saved(job: Callable[..., Job]) -> None:
+    one, order = job(1, slots=8), Order(step=BASE + 3)
+    one.logbook.appointed = lambda: order
+    one.train(BASE + 1, BASE + 2)
+    one.step(BASE + 3)
+    slot = one.values[0].slot_of(BASE + 3)
+    assert slot is not None
+    one.values[0].image(slot)[20] ^= 1
+    with pytest.raises(Damaged, match="not the one that was sealed"):
+        one.writer._take()
+    assert one.logbook.values_status().missed == BASE + 3
+    order = Order(step=BASE + 6)
+    assert one.train(BASE + 4, BASE + 8) == [BASE + 6]

@@ -12,14 +12,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import STEPS, die_at, results
-from doom import keeper_with
+from doom import dies_before, keeper_with
 
 from everstep import Partner, Shared
 from everstep.capture.compress import TopK
 from everstep.keeper import sinking
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_name, ranks_of, scan, segments, starts, strangers
-from everstep.store.manifest import committed_steps, run_name
+from everstep.store.manifest import committed_steps, run_name, values_steps
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2,), (2, 1)], ids=str)
@@ -96,10 +96,11 @@ def test_after_a_reboot_of_all_nodes_records_with_gaps_are_carried_to_those_that
     assert {one["state"] for one in ended} == {undisturbed(*ranks, **options)}
 
 
-def test_partners_take_records_with_gaps_and_after_a_loss_the_run_goes_on_from_its_base(
+@pytest.mark.soak
+def test_partners_take_records_with_gaps_as_they_lie_and_a_lost_node_comes_back_by_them(
     cluster: Any, undisturbed: Any
 ) -> None:
-    """Residuals are on the disk and in memory of their own node only, so no record can be stopped at without it."""
+    """Nobody waited until residuals were with partners, so which step it is depends on who was faster."""
     options = {"strategy": "log", "compress": TopK(0.4), "tiers": [Partner()]}
     nodes = cluster(1, 1, **options)
     nodes.live(die_at(6, level="durable"))
@@ -114,6 +115,41 @@ def test_partners_take_records_with_gaps_and_after_a_loss_the_run_goes_on_from_i
     ended = results(nodes.live())
     assert len({one["resumed_from"] for one in ended}) == 1 and ended[0]["resumed_from"] is not None
     assert {one["state"] for one in ended} == {undisturbed(1, 1, strategy="log", compress=TopK(0.4))}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [(1, 1), (2,), (2, 1)], ids=str)
+def test_when_all_nodes_are_lost_residuals_on_the_shared_tier_lead_beyond_its_newest_base(
+    ranks: tuple[int, ...], cluster: Any, undisturbed: Any
+) -> None:
+    options = {"strategy": "log", "compress": TopK(0.4)}
+    nodes = cluster(*ranks, **options)
+    shared = DiskTier(nodes.root / "lustre")
+    nodes.options["tiers"] = [Shared(str(shared.root), every="1h")]
+    nodes.live(die_at(6, level="shared"))
+    nodes.lose(*nodes.nodes)
+    assert committed_steps(shared)[-1] < 6 == values_steps(shared)[-1]
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [6] * sum(ranks)
+    assert {one["state"] for one in ended} == {undisturbed(*ranks, **options)}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("after", [2, 3], ids=["residuals", "their manifest"])  # after those on its own disk
+def test_a_keeper_killed_while_residuals_go_to_the_shared_tier_is_replaced_and_they_get_there(
+    after: int, cluster: Any, undisturbed: Any, tmp_path: Path
+) -> None:
+    options, marker = {"strategy": "log", "compress": TopK(0.4)}, tmp_path / "died"
+    nodes = cluster(1, 1, **options)
+    shared = DiskTier(nodes.root / "lustre")
+    nodes.options["tiers"] = [Shared(str(shared.root), every="1h")]
+    prepare = keeper_with(dies_before("rename values-", marker, after=after), nodes.nodes[1])
+    nodes.live(die_at(6, level="shared"), prepare=prepare)
+    assert marker.exists()
+    nodes.lose(*nodes.nodes)
+    ended = results(nodes.live())
+    assert [one["resumed_from"] for one in ended] == [6, 6]
+    assert {one["state"] for one in ended} == {undisturbed(1, 1, **options)}
 
 
 def frames_in(path: Path) -> list[tuple[int, bool]]:

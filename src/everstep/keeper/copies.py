@@ -1,14 +1,17 @@
 """Records on other nodes: with copies of them there, every step survives the loss of a node, not only its bases.
 
-A log is copied by the code that writes it to a disk, onto the memory that others lend. Records stay in their ring until
-all who take them have them; a node that cannot be reached is not waited for, and begins again behind the gap.
+A log is copied by the code that writes it to a disk, onto the memory that others lend, and so are the values of the
+steps that all nodes save. Records stay in their ring until all who take them have them; a node that cannot be reached
+is not waited for, and begins again behind the gap.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from everstep.capture.arena import Arena
 from everstep.errors import EverstepError
@@ -16,11 +19,12 @@ from everstep.events import Degraded, Sink
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
 from everstep.keeper.roster import Roster
-from everstep.keeper.rounds import NONE
+from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.session import SOON_S, longer
 from everstep.store.tier import Tier
 
 _REST_S = 2.0  # after a node could not be reached
+_Taken = tuple[Arena, Arena | None, Hello]  # a rank's ring, and its values
 
 
 class Takers:
@@ -47,31 +51,41 @@ class Takers:
 
 
 class _Copy:
-    """The log of this node's ranks on one other node."""
+    """The log of this node's ranks on one other node. Of values only the newest stay that all nodes have copied."""
 
-    def __init__(self, tier: Tier, takers: Takers, emit: Sink) -> None:
+    def __init__(self, tier: Tier, takers: Takers, emit: Sink, appointed: Callable[[], Order]) -> None:
         self.name = tier.name
         self._takers = takers
-        self._book = Logbook(tier, emit, taken=lambda ring, step: takers.has_taken(self, ring, step))
+        self._book = Logbook(tier, emit, lambda ring, step: takers.has_taken(self, ring, step), kept_values=1)
+        self._book.appointed = appointed
         self._open: set[int] = set()
         self.rests_until = 0.0
         self.is_lost = False
 
-    def take(self, ring: Arena, hello: Hello) -> bool:
-        if hello.rank not in self._open:
-            self._book.open(hello)
-            self._open.add(hello.rank)
-        self._takers.join(self, hello.rank, ring.taken())
+    def take(self, sessions: Sequence[_Taken], *, is_alive: bool) -> bool:
+        for ring, _, hello in sessions:
+            if hello.rank not in self._open:
+                self._book.open(hello, hello.local_ranks)
+                self._open.add(hello.rank)
+            self._takers.join(self, hello.rank, ring.taken())
+        values = [values for _, values, _ in sessions if values is not None]
+        has_values = self._book.hold_values(values, [ring for ring, _, _ in sessions], is_alive=is_alive)
         has_taken = False
-        while self._book.take(ring):
-            has_taken = True  # every call takes as far as there is no gap
-        return has_taken
+        for ring, _, _ in sessions:
+            while self._book.take(ring):
+                has_taken = True  # every call takes as far as there is no gap
+        self._book.save_values(values, torch_version=sessions[0][2].torch)
+        return has_taken or has_values
 
     def lose(self) -> None:
         """It cannot be reached: nobody waits for it, and what it has is looked at again when it can be."""
         self._takers.leave(self)
         self._open.clear()
         self.rests_until, self.is_lost = time.monotonic() + _REST_S, True
+
+    @property
+    def values_done(self) -> int:
+        return self._book.values_done
 
     def reach(self, base: int) -> int:
         self._book.base = base
@@ -83,26 +97,29 @@ class _Copy:
 
 
 class Copies:
-    def __init__(self, tiers: Sequence[Tier], roster: Roster, takers: Takers, emit: Sink) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], roster: Roster, takers: Takers, emit: Sink, appointed: Callable[[], Order]
+    ) -> None:  # fmt: skip
+        """`appointed`: of which step all nodes save values next."""
         self._roster, self._emit = roster, emit
-        self._copies = [_Copy(tier, takers, emit) for tier in tiers]
+        self._copies = [_Copy(tier, takers, emit, appointed) for tier in tiers]
         self._lock = threading.Lock()
 
     def work(self, ending: threading.Event) -> None:
         rest = SOON_S
         while not ending.wait(rest):
-            sessions = [(one.ring, one.hello) for one in self._roster.all() if one.ring is not None]
+            sessions = [(one.ring, one.values, one.hello) for one in self._roster.all() if one.ring is not None]
             ready = [copy for copy in self._copies if sessions and time.monotonic() >= copy.rests_until]
-            taken = [self._try(copy, [(ring, hello) for ring, hello in sessions if ring is not None]) for copy in ready]
+            taken = [self._try(copy, sessions) for copy in ready]
             rest = SOON_S if any(taken) else longer(rest)
 
-    def _try(self, copy: _Copy, sessions: Sequence[tuple[Arena, Hello]]) -> bool:
+    def _try(self, copy: _Copy, sessions: Sequence[_Taken]) -> bool:
         """Whether there was anything to take."""
         try:
             with self._lock:
-                taken = [copy.take(ring, hello) for ring, hello in sessions]
+                has_taken = copy.take(sessions, is_alive=self._roster.is_anybody_alive())
             copy.is_lost = False
-            return any(taken)
+            return has_taken
         except (EverstepError, OSError) as error:
             if not copy.is_lost:
                 self._emit(
@@ -118,6 +135,12 @@ class Copies:
         if base == NONE or not self._copies or not any(one.ring is not None for one in self._roster.all()):
             return base
         return min(copy.reach(base) for copy in self._copies)
+
+    def values_status(self, on_disk: Callable[[], Lane]) -> Lane:
+        """How far the values of this node are, on its disk and on all others that can be reached."""
+        lane = on_disk()
+        done = min([lane.done, *(copy.values_done for copy in self._copies if not copy.is_lost)])
+        return msgspec.structs.replace(lane, done=done)
 
     def forget(self, before: int) -> None:
         """A base is complete: segments begin anew, and what only older ones need goes."""

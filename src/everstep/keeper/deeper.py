@@ -86,6 +86,7 @@ class DeeperWork:
         hello = self._hello
         for step in flush.disown(self._tier, hello.resumed_from, hello.run, hello.generation):
             self._emit(Retired(step=step, reason="it was passed over when the run went on from an earlier one"))
+        flush.disown_values(self._tier, hello.resumed_from, hello.generation)
         ranks = strangers(self._tier, hello.resumed_from, hello.run, hello.generation)
         cut_after(self._tier, hello.resumed_from, ranks, hello.run, hello.generation)
 

@@ -101,6 +101,7 @@ class HeldParts(Answer, frozen=True, kw_only=True):
 class Seals(Answer, frozen=True, kw_only=True):
     bases: tuple[Holding, ...]
     records: tuple[Records, ...]
+    values: tuple[Holding, ...]
 
 
 AnyAsk = Tell | Leave | TakeBase | ReadImage | AskHeld | AskSeals | TierAsk

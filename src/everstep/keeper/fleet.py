@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from everstep.cadence import Every
@@ -29,7 +29,6 @@ from everstep.keeper.exchange import (
     Leave,
     ReadImage,
     RemoteTier,
-    Seals,
     TakeBase,
     Tell,
     TierAsk,
@@ -46,7 +45,8 @@ from everstep.keeper.peers import Peer
 from everstep.keeper.protocol import BaseAt, Flush, Hello, Member, StopAt, Trouble
 from everstep.keeper.rate import Limiter
 from everstep.keeper.roster import Roster
-from everstep.keeper.rounds import NONE, Lane, Order, Orders, Report, Rounds
+from everstep.keeper.rounds import NONE, VALUES, Lane, Order, Orders, Report, Rounds, values_of
+from everstep.keeper.seals import seals_of
 from everstep.keeper.session import SOON_S, longer
 from everstep.keeper.sinking import Sinking
 from everstep.protect.groups import NodePlace, parity_groups, partners
@@ -55,7 +55,7 @@ from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
 from everstep.tiers import Parity, Partner, Tiers, rate_of, tier_name
 from everstep.timeline import Mark
-from everstep.types import Holding, Level, Records, Source, Survives
+from everstep.types import Level, Source, Survives
 
 _TELL_S = 0.1  # since orders come as answers, even what is not new is told again
 _TELLS_PER_S = 500  # that the first node hears at most; many nodes tell more rarely
@@ -108,7 +108,12 @@ class Fleet:
 
     def sinking(self, lane: str, tier: Tier, disk: Logbook) -> Sinking:
         """What brings records from this node's disk to a deeper tier."""
-        return Sinking(tier, disk, self._hello, self._cadences()[lane], self._emit, partial(self._is_urgent, lane))
+        chosen = next(one for one in self._tiers.deeper if tier_name(one) == lane)
+        appointed = partial(self.order, values_of(lane)) if self._hello.secret else None
+        return Sinking(
+            tier, disk, self._hello, chosen.cadence, self._emit, partial(self._is_urgent, lane),
+            rate=rate_of(chosen), appointed=appointed,
+        )  # fmt: skip
 
     def _is_urgent(self, lane: str) -> bool:
         return self.wanted.get(lane, NONE) > self.order(lane).reach or not self._roster.is_anybody_alive()
@@ -116,19 +121,22 @@ class Fleet:
     def _cadences(self) -> dict[str, Every]:
         """How often bases go to each place."""
         found = {tier_name(tier): tier.cadence for tier in self._tiers.deeper}
+        found |= {values_of(name): Every() for name in found}
         if self._tiers.protection is not None:
             found["protect"] = Every(steps=self._tiers.protection.every)
-        return found | {"disk": Every(steps=self._hello.every_steps, seconds=self._hello.every_s)}
+        return found | {"disk": Every(steps=self._hello.every_steps, seconds=self._hello.every_s), VALUES: Every()}
 
     def join(
-        self, members: tuple[Member, ...], deeper: Sequence[DeeperWork], disk: Callable[[], Lane] | None
+        self, members: tuple[Member, ...], deeper: Sequence[DeeperWork], own: Mapping[str, Callable[[], Lane]]
     ) -> None:  # fmt: skip
-        """Begin to work with the others. `disk`: how far this node's disk is, where there are several."""
+        """Begin to work with the others. `own`: how far this node's disk is, where there are several."""
         self._members, self._deeper = members, deeper
         self._meet(members)
         works: list[Work] = [*self._protection(), *deeper]
-        if disk is not None:
-            self._reported["disk"] = disk
+        self._reported |= own
+        if self._copies is not None and VALUES in own:
+            self._reported[VALUES] = partial(self._copies.values_status, own[VALUES])
+        self._reported |= {values_of(work.name): work.records.values.status for work in deeper if own}
         for work in works:
             lane = LaneWorker(work, self._roster, self._emit, partial(self.order, work.name), self._mark)
             self._lanes[work.name], self._reported[work.name] = lane, lane.status
@@ -161,7 +169,7 @@ class Fleet:
     def _copied_to(self, nodes: Sequence[str]) -> Copies:
         """Records are small beside bases, so they are copied whatever the scheme is, as often as nodes may be lost."""
         tiers = [RemoteTier(self._peers[node], _GUESTS, Survives.PROCESS) for node in nodes]
-        return Copies(tiers, self._roster, self._takers, self._emit)
+        return Copies(tiers, self._roster, self._takers, self._emit, partial(self.order, VALUES))
 
     def _protection(self) -> list[Work]:
         """Who protects whom; every node computes the same."""
@@ -226,7 +234,7 @@ class Fleet:
         lanes = {Level.DURABLE: ["disk"], Level.PROTECTED: ["protect"]}.get(
             level, list(map(tier_name, self._tiers.deeper))
         )
-        for lane in lanes:
+        for lane in lanes if as_base else [*lanes, *map(values_of, lanes), VALUES]:
             for wanted in (self.wanted, self._wanted_bases) if as_base else (self.wanted,):
                 wanted[lane] = max(step, wanted.get(lane, NONE))
 
@@ -236,6 +244,7 @@ class Fleet:
             self._lanes[work.name].cancel()
             self.wanted.pop(work.name, None)
             self._wanted_bases.pop(work.name, None)
+            self.wanted.pop(values_of(work.name), None)
 
     def objection(self, lane: str, step: int) -> str:
         """Why a step that is on its way is not wanted any more; empty if it is."""
@@ -295,12 +304,13 @@ class Fleet:
                 is_lost = True
 
     def _report(self) -> Report:
-        newest = self._roster.newest_of_life()
+        newest, newest_values = self._roster.newest_of_life(), self._roster.newest_values()
         return Report(
             node=self._node, generation=self._hello.generation, newest=NONE if newest is None else newest,
             is_alive=self._roster.is_anybody_alive(), wanted=dict(self.wanted),
             wanted_bases=dict(self._wanted_bases),
             lanes={name: status() for name, status in self._reported.items()},
+            newest_values=NONE if newest_values is None else newest_values,
         )  # fmt: skip
 
     def _tell(self, report: Report) -> Orders:
@@ -321,7 +331,9 @@ class Fleet:
         stuck = [
             name
             for name, wanted in self.wanted.items()
-            if newest != NONE and max(self.order(name).reach, newest) < min(wanted, self.order(name).step)
+            if not name.endswith(VALUES)  # needs no base
+            and newest > NONE
+            and max(self.order(name).reach, newest) < min(wanted, self.order(name).step)
         ]
         if not stuck:
             self._stuck_since = time.monotonic()
@@ -365,7 +377,7 @@ class Fleet:
             case TierAsk():
                 return self._host.answer(ask, payload)
             case AskSeals():
-                return Reply(self._seals())
+                return Reply(seals_of(self._node, self._roster.all()))
             case AskHeld(step=step):
                 return Reply(HeldParts(parts=member_of(self._node, self._held(step)).parts))
             case ReadImage():
@@ -378,29 +390,6 @@ class Fleet:
                 return Reply(Done())
             case _:
                 raise EverstepError(f"{type(ask).__name__} is not answered here")
-
-    def _seals(self) -> Seals:
-        bases: list[Holding] = []
-        records: list[Records] = []
-        for session in self._roster.all():
-            for arena in (one for one in session.arenas() if one.kind in ("base", "log")):
-                for slot, seal in sorted(arena.seals().items(), key=lambda item: item[1].step):
-                    if arena.kind == "base":
-                        checked = arena.checks(slot) is not None
-                        bases.append(
-                            Holding(
-                                source="memory", node=self._node, step=seal.step, rank=arena.rank, world=arena.world,
-                                generation=seal.generation, bytes=seal.length, cut_time=seal.cut_time, checked=checked,
-                            )
-                        )  # fmt: skip
-                        continue
-                    records.append(
-                        Records(
-                            source="memory", node=self._node, rank=arena.rank, world=arena.world, first=seal.step,
-                            last=seal.step, bytes=seal.length, cut_time=seal.cut_time,
-                        )
-                    )  # fmt: skip
-        return Seals(bases=tuple(bases), records=tuple(records))
 
     def _held(self, step: int) -> HeldBase:
         lane = self._lanes.get("protect")

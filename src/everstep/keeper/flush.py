@@ -31,6 +31,8 @@ from everstep.store.manifest import (
     step_folder,
     step_folders,
     uncovered,
+    values_folder,
+    values_steps,
 )
 from everstep.store.retain import to_retire
 from everstep.store.tier import Passing, Tier, freely
@@ -203,3 +205,20 @@ def _is_of(tier: Tier, step: int, run: str, generation: str) -> bool:
         return read_commit(tier, step, run).generation == generation
     except (Damaged, OSError):
         return False
+
+
+def disown_values(tier: Tier, after: int | None, generation: str) -> None:
+    """Delete the values of other lives beyond the step that this one goes on from."""
+    for step in values_steps(tier):
+        if (after is None or step > after) and generation not in _lives(tier, values_folder(step)):
+            tier.delete_folder(values_folder(step))
+
+
+def _lives(tier: Tier, folder: str) -> Iterator[str]:
+    """Those that parts in a folder are of, as far as they can be read."""
+    for name in tier.names(folder):
+        if name.endswith(".json"):
+            try:
+                yield read_record(tier, name, Part).generation
+            except (Damaged, OSError):
+                continue

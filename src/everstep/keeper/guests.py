@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everstep.errors import Damaged
+from everstep.keeper.flush import disown_values
 from everstep.keeper.protocol import Hello
 from everstep.store.log import cut_after, ranks_of
 from everstep.store.manifest import parity_folder, parity_steps, read_record, step_folder, step_folders
@@ -19,6 +20,7 @@ def forget_passed_over(guests: MemoryTier, hello: Hello) -> None:
     for step in parity_steps(guests):
         if step > after and not _is_of(guests, parity_folder(step), ParityRecord, hello):
             guests.delete_folder(parity_folder(step))
+    disown_values(guests, hello.resumed_from, hello.generation)
     cut_after(guests, hello.resumed_from, ranks_of(guests), hello.run, hello.generation)
 
 

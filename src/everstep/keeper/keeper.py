@@ -61,6 +61,7 @@ from everstep.keeper.protocol import (
 from everstep.keeper.record_writer import RecordWriter
 from everstep.keeper.replica import Replicas
 from everstep.keeper.roster import Roster
+from everstep.keeper.rounds import VALUES
 from everstep.keeper.session import TICK_S, Session, check_all, give_up
 from everstep.store.manifest import committed_steps
 from everstep.store.places import Places, guest_tier
@@ -298,10 +299,13 @@ class Keeper:
         if self._fleet is not None:
             self._fleet.close()
         self._bases.appointed, self._fleet, self._has_many_nodes = None, None, bool(hello.secret)
+        self._logbook.appointed = None
         self._logbook.pins.clear()
+        self._logbook.pinned_values.clear()
         tiers = gather(parse(hello.tiers, "Hello"))
         if hello.secret or tiers.deeper:
             self._fleet = self._make_fleet(hello, tiers)
+            self._logbook.appointed = partial(self._fleet.order, VALUES) if hello.secret else None
 
     def _be_asked_at(self, address: str) -> None:
         """By Prometheus, if a new life wishes so."""
@@ -331,10 +335,14 @@ class Keeper:
         for name, tier in Places.written(self._directory).deeper_tiers().items():
             records = self._fleet.sinking(name, tier, self._logbook)
             self._logbook.pins.append(records.pinned)
+            self._logbook.pinned_values.append(records.values.pinned)
             objection = self._fleet.objection
             deeper.append(DeeperWork(chosen[name], tier, hello, records, self._emit, objection, retires=is_first))
-        self._bases.appointed = partial(self._fleet.order, "disk") if self._has_many_nodes else None
-        self._fleet.join(message.members, deeper, self._bases.status if self._has_many_nodes else None)
+        own = {}
+        if self._has_many_nodes:
+            self._bases.appointed = partial(self._fleet.order, "disk")
+            own = {"disk": self._bases.status, VALUES: self._logbook.values_status}
+        self._fleet.join(message.members, deeper, own)
 
     def _lose(self, session: Session) -> None:
         if session.watcher >= 0:

@@ -6,8 +6,8 @@ Nothing here is asked of the trainer: a record stays in its ring until the logbo
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 
 import xxhash
@@ -19,6 +19,7 @@ from everstep.events import Logged, Sink, Tuned
 from everstep.keeper.book import Book, forget
 from everstep.keeper.flush import persist_part
 from everstep.keeper.protocol import Hello
+from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.store.frame import format_of
 from everstep.store.log import cut_after, ranks_of
 from everstep.store.manifest import read_single_part, values_folder, values_steps
@@ -30,48 +31,60 @@ _KEPT_VALUES = 2  # the newest, and one before it in case that one is damaged
 
 
 class Logbook:
-    def __init__(self, tier: Tier, emit: Sink, taken: Callable[[Arena, int], None] = Arena.set_taken) -> None:
-        """`taken`: is told how far the records of a ring are on the medium."""
-        self._tier, self._emit, self._taken = tier, emit, taken
+    def __init__(
+        self, tier: Tier, emit: Sink, taken: Callable[[Arena, int], None] = Arena.set_taken, *,
+        kept_values: int = _KEPT_VALUES,
+    ) -> None:  # fmt: skip
+        """`taken`: is told how far the records of a ring are on the medium. `kept_values`: of how many steps."""
+        self._tier, self._emit, self._taken, self._kept_values = tier, emit, taken, kept_values
         self.writing = threading.Lock()  # for whoever changes anything
-        self.base = -1  # the newest base on the medium, from which records lead on
+        self.base = NONE  # the newest base on the medium, from which records lead on
         self.pins: list[Callable[[], int | None]] = []  # up to where others have taken records from the medium
+        self.pinned_values: list[Callable[[], int | None]] = []  # which values others are about to take from there
+        self.appointed: Callable[[], Order] | None = None  # where all nodes save values of the same step, of which one
         self._books: dict[int, Book] = {}
-        self._values_step = -1  # the newest step whose values are on the medium, of all ranks here,
-        self._held = -1  # and the one whose values are to follow
+        self._saved: list[int] = []  # the steps whose values are on the medium, of all ranks here,
+        self._held: list[int] = []  # those whose values are to follow,
+        self._missed = NONE  # and the newest that was appointed, and overwritten before it was saved
+        self._completes: deque[int] = deque(maxlen=kept_values)  # the newest that all nodes have saved
+        self._values_bytes = self._record_bytes = self._slots = 0  # of a step of all ranks here, and of a ring
         self._tensor_bytes: dict[int, int] = {}  # of a rank's newest record, without its extras
         self._told: int | None = None  # how far apart values were said to be
         self.records: Counter[int] = Counter()  # written from here, by rank,
         self.record_bytes = 0  # and of all of them
 
-    def open(self, hello: Hello) -> None:
-        """A rank is there: what was passed over when it resumed goes, and its log is gone on with."""
+    def open(self, hello: Hello, ranks: Collection[int] | None = None) -> None:
+        """A rank is there: what was passed over when it resumed goes, and its log is gone on with.
+
+        `ranks`: whose values lie on the medium, if not those of all whose parts lie on this node's disk.
+        """
         cut_after(self._tier, hello.resumed_from, [hello.rank], hello.run, hello.generation)
         self.go_on(hello.rank, hello.run)
-        self._look_for_values(hello)
+        self._look_for_values(hello, hello.ranks_here if ranks is None else ranks)
 
     def go_on(self, rank: int, run: str) -> None:
         """What is on the medium of a rank's log stays as it is, and is gone on with."""
         self._books[rank] = Book(self._tier, rank, run)
 
-    def _look_for_values(self, hello: Hello) -> None:
-        """Forget values that were passed over when this life began, and find the newest that are whole."""
-        self._values_step = -1
+    def _look_for_values(self, hello: Hello, ranks: Collection[int]) -> None:
+        """Forget values that were passed over when this life began, and find those that are whole."""
+        self._saved = []
         for step in values_steps(self._tier):
             try:
-                parts = [
-                    read_single_part(self._tier, step, rank, hello.run, values_folder) for rank in hello.ranks_here
-                ]
+                parts = [read_single_part(self._tier, step, rank, hello.run, values_folder) for rank in ranks]
             except (EverstepError, FileNotFoundError):
                 continue
             after = hello.resumed_from is None or step > hello.resumed_from
-            if after and any(part.generation != hello.generation for part in parts):
+            is_of_life = {part.generation == hello.generation for part in parts}
+            if after and is_of_life == {False}:
                 self._tier.delete_folder(values_folder(step))
-            elif all(part.world == hello.world for part in parts):
-                self._values_step = step
+            elif (not after or is_of_life == {True}) and all(part.world == hello.world for part in parts):
+                self._saved.append(step)
 
     def overtake(self, hello: Hello) -> None:
-        """A life has begun that has fewer ranks: what those left that are no more goes as far as the rest of them."""
+        """Another life has begun: if it has fewer ranks, what those left that are no more goes as far as the rest."""
+        self._missed = NONE
+        self._completes.clear()
         ranks = {rank for rank in ranks_of(self._tier) if rank >= hello.world}
         cut_after(self._tier, hello.resumed_from, ranks, hello.run)
         for rank in ranks & self._books.keys():
@@ -115,9 +128,9 @@ class Logbook:
         forget(self._tier, self._books, min([oldest_base, *pinned]))
 
     def last(self, rank: int) -> int:
-        """The newest step of a rank's log on the medium; -1 if there is none, or if it needs values beside it."""
+        """The newest step of a rank's log on the medium; -1 if there is none."""
         book = self._books.get(rank)
-        return -1 if book is None or book.has_values else book.last
+        return NONE if book is None else book.last
 
     @property
     def tier(self) -> Tier:
@@ -131,53 +144,125 @@ class Logbook:
         last = min(book.last for book in books)
         if not any(book.has_values for book in books):
             return last
-        return self._values_step if base <= self._values_step <= last else base
+        step = self.values_step
+        if self.appointed is not None:
+            step = self.appointed().complete  # a newer one that is here may never be on all nodes
+        return step if base <= step <= last and step in self._saved else base
 
-    def hold_values(self, found: list[Arena], rings: list[Arena], *, is_urgent: bool = True) -> bool:
+    # -- values
+
+    @property
+    def values_step(self) -> int:
+        """The newest step whose values are on the medium, of all ranks here; -1: there is none."""
+        return max(self._saved, default=NONE)
+
+    @property
+    def values_done(self) -> int:
+        """The step whose values all nodes save now, if they are here; else the newest."""
+        step = self.appointed().step if self.appointed is not None else NONE
+        return step if step in self._saved else self.values_step
+
+    def values_status(self) -> Lane:
+        """How far the values of this node are, for the others."""
+        apart = self._values_apart() if self._values_bytes else 0
+        return Lane(done=self.values_done, missed=self._missed, apart=apart)
+
+    def hold_values(
+        self, found: list[Arena], rings: list[Arena], *, is_urgent: bool = True, is_alive: bool = True
+    ) -> bool:  # fmt: skip
         """Before records are written: the newest values that those will have reached are not to be overwritten.
 
-        Whether these are to be saved now: it is urgent, or so many records have come since the last that can be
-        stopped at that they are worth it.
+        Whether there are any to be saved now: those that all nodes save next, where there are several; else the newest,
+        if it is urgent, or so many records have come since the last that can be stopped at that they are worth it.
         """
-        self._held = -1
-        if not found or not rings or any(ring.rank not in self._books for ring in rings):
+        self._held = []
+        ranks = {ring.rank for ring in rings}
+        if not ranks or ranks != {arena.rank for arena in found} or not ranks <= self._books.keys():
             return False
+        self._values_bytes, self._slots = sum(arena.slot_bytes for arena in found), len(rings[0].slots)
+        self._record_bytes = sum(self._tensor_bytes.get(ring.rank, 0) for ring in rings)
         sealed = set.intersection(*({seal.step for seal in arena.seals().values()} for arena in found))
         for ring in rings:
             recorded = {seal.step for seal in ring.seals().values()}
             sealed = {step for step in sealed if step in recorded or step <= self._books[ring.rank].last}
-        step, last = max(sealed, default=-1), max(self._values_step, self.base)
-        if step <= self._values_step or not (is_urgent or step - last >= self._values_apart(found, rings)):
+        if self.appointed is not None:
+            self._held = self._appointed_values(self.appointed(), found, sealed, is_alive=is_alive)
+            return bool(self._held)
+        step, last = max(sealed, default=NONE), max(self.values_step, self.base)
+        if step <= self.values_step or not (is_urgent or step - last >= self._values_apart()):
             return False
-        self._held = step
+        self._held = [step]
         for arena in found:
             arena.set_taken(step)
         return True
 
-    def _values_apart(self, found: list[Arena], rings: list[Arena]) -> int:
-        slots, record_bytes = len(rings[0].slots), sum(self._tensor_bytes.get(ring.rank, 0) for ring in rings)
-        if not record_bytes:
-            return slots // 2  # until one is written
-        tuning = steps_per_values(sum(arena.slot_bytes for arena in found), record_bytes, slots=slots)
+    def _appointed_values(self, order: Order, found: list[Arena], sealed: set[int], *, is_alive: bool) -> list[int]:
+        """Those of the step that all nodes save next, which trainers are told before they come to it.
+
+        When the trainers are gone, all that are only in memory: which of them all nodes have, nobody may know.
+        """
+        if not is_alive:
+            return sorted(step for step in sealed.difference(self._saved) if step > order.complete)
+        step = max(order.step, order.complete)  # a node that could not be reached may lack what all disks have
+        if step == NONE or step in self._saved:
+            return []
+        for arena in found:
+            if arena.taken() != step:
+                arena.set_taken(step)
+        if step not in sealed and max(sealed, default=NONE) > step:
+            self._missed = step
+        return [step] if step in sealed else []
+
+    def _values_apart(self) -> int:
+        if not self._record_bytes:
+            return self._slots // 2  # until one is written
+        tuning = steps_per_values(self._values_bytes, self._record_bytes, slots=self._slots)
         if has_moved(self._told, tuning.value):
             self._told = tuning.value
             self._emit(Tuned(**asdict(tuning)))
         return tuning.value
 
     def save_values(self, found: list[Arena], *, torch_version: str) -> None:
-        """After records were written: make the step whose values are held one that can be stopped at."""
-        step = self._held
-        if step <= self._values_step or any(book.last < step for book in self._books.values()):
-            return
-        for arena in found:
-            slot = arena.slot_of(step)
-            if slot is None or persist_part(
-                self._tier, arena, slot, torch_version=torch_version, folder=values_folder
-            ) is None:  # fmt: skip
+        """After records were written: make the steps whose values are held such that can be stopped at."""
+        for step in self._held:
+            if any(book.last < step for book in self._books.values()):
+                break
+            if not all(self._save(step, arena, torch_version) for arena in found):
                 return  # the trainer was faster; the next one will do
-        self._values_step = step
-        for old in values_steps(self._tier)[:-_KEPT_VALUES]:
-            self._tier.delete_folder(values_folder(old))
+            self._saved = sorted({*self._saved, step})
+        self._forget_values()
+
+    def _save(self, step: int, arena: Arena, torch_version: str) -> bool:
+        slot = arena.slot_of(step)
+        if slot is None:
+            return False
+        try:
+            part = persist_part(self._tier, arena, slot, torch_version=torch_version, folder=values_folder)
+        except Damaged as error:
+            if error.tier == "memory":
+                arena.unseal(slot)  # so that another step is taken
+                self._missed = step
+            raise
+        return part is not None
+
+    def _forget_values(self) -> None:
+        """The newest few that all nodes have stay, and what may become such."""
+        if self.appointed is None:
+            old = self._saved[: -self._kept_values]
+        else:
+            complete = self.appointed().complete
+            if complete in self._completes or complete not in self._saved:
+                return
+            self._completes.append(complete)
+            old = [step for step in self._saved if step < self._completes[0]]
+            old = old if len(self._completes) == self._kept_values else []
+        pinned = [step for pin in self.pinned_values if (step := pin()) is not None]
+        old = [step for step in old if step < min(pinned, default=step + 1)]
+        if old:
+            for step in values_steps(self._tier):
+                if step <= max(old):
+                    self._tier.delete_folder(values_folder(step))
+            self._saved = [step for step in self._saved if step > max(old)]
 
     def will_reach(self, step: int, rings: list[Arena], values: list[Arena]) -> bool:
         """Whether what is there, in memory or written, leads from the base to a step."""
@@ -186,7 +271,7 @@ class Logbook:
             sealed = {seal.step for seal in ring.seals().values()}
             if not book.leads_from(self.base) or any(s not in sealed for s in range(book.last + 1, step + 1)):
                 return False
-            is_unsaved = book.has_values and book.last >= step > self._values_step
+            is_unsaved = book.has_values and book.last >= step > self.values_step
             if is_unsaved and not (values and all(arena.slot_of(step) is not None for arena in values)):
                 return False  # its values were overwritten before they were saved
         return True

@@ -48,10 +48,11 @@ class RecordWriter:
 
     def _take(self) -> None:
         before, sessions = self._logbook.reach(), self._roster.all()
-        is_urgent = self._roster.wanted > before or not self._roster.is_anybody_alive()
+        is_alive = self._roster.is_anybody_alive()
+        is_urgent = self._roster.wanted > before or not is_alive
         with self._logbook.writing:
             rings = [session.ring for session in sessions if session.ring is not None]
-            if self._logbook.hold_values(_values(sessions), rings, is_urgent=is_urgent):
+            if self._logbook.hold_values(_values(sessions), rings, is_urgent=is_urgent, is_alive=is_alive):
                 is_urgent = True  # they are worth something only behind all records up to theirs
         for session in sessions:
             with self._logbook.writing:

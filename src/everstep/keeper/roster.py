@@ -42,17 +42,23 @@ class Roster:
 
     def newest_of_life(self) -> int | None:
         """The newest step that all local ranks have sealed themselves, in the present life."""
-        return max(self._of_life(), default=None)
+        return max(self._bases_of_life(), default=None)
+
+    def newest_values(self) -> int | None:
+        """The newest step of which all local ranks have sealed values, in the present life."""
+        sessions = self.ready()
+        try:
+            return max(_of_life(sessions, [session.values for session in sessions]), default=None)
+        except ValueError:
+            return None  # one was closed in this moment: another follows, or none
 
     def first_base(self, wanted: int) -> int | None:
         """The first step from `wanted` on that all local ranks have sealed themselves, in the present life."""
-        return min((step for step in self._of_life() if step >= wanted), default=None)
+        return min((step for step in self._bases_of_life() if step >= wanted), default=None)
 
-    def _of_life(self) -> list[int]:
+    def _bases_of_life(self) -> list[int]:
         sessions = self.ready()
-        sealed = [_sealed(session.arena) for session in sessions if session.arena is not None]
-        common = set.intersection(*sealed) if sealed else set()
-        return [step for step, life in common if life == sessions[0].hello.generation]
+        return _of_life(sessions, [session.arena for session in sessions])
 
     def newest_base(self) -> int | None:
         """The newest step that all local ranks have sealed themselves."""
@@ -70,6 +76,13 @@ class Roster:
     def tell(self, message: AnyMessage) -> None:
         for session in self.all():
             session.tell(message)
+
+
+def _of_life(sessions: list[Session], arenas: list[Arena | None]) -> list[int]:
+    """The steps that all of some ranks have sealed in the present life."""
+    sealed = [_sealed(arena) if arena is not None else set() for arena in arenas]
+    common = set.intersection(*sealed) if sealed else set()
+    return [step for step, life in common if life == sessions[0].hello.generation]
 
 
 def _newest_base(sessions: list[Session], wanted: int) -> int | None:

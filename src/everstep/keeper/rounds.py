@@ -4,14 +4,20 @@ A base is worth something beyond its node only if all nodes have theirs of the s
 the roster, appoints steps: a step a little ahead of the newest, so that every node can hold its slots when it comes. A
 round is over when all nodes have done their part; then the step is complete, and the next one may be appointed.
 
-A lane is one such place: the disks, the partners or parity, a shared file system, an object store. Pure: it touches
-no clock, file or socket. Reports may come late, twice or never: a step is complete only if every node has said so.
+A lane is one such place: the disks, the partners or parity, a shared file system, an object store. Values that are too
+large for every record have a lane of their own, for steps between bases. Every step has some and memory keeps few, so
+a node takes exactly the step that was appointed, which nobody may have passed before all have heard of it.
+
+Pure: it touches no clock, file or socket. Reports may come late, twice or never: a step is complete only if every node
+has said so.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import ceil
 
 import msgspec
 
@@ -22,6 +28,10 @@ STILL_S = 0.06  # a newest base that stays so for this long will be there a mome
 SILENT_S = 5.0  # after which a node that tells nothing is named
 AHEAD = 2  # steps: as far as one rank can be before another, and one to say so, where steps are shorter than that
 NONE = -1
+VALUES = "values"  # the lane of values on disks; see also values_of
+_LEAD_S = 0.5  # until all have heard of a step whose values they are to save,
+_LONGEST_LEAD_S = 8.0  # or longer, if it was missed before
+_SHORTEST_S = 0.0005  # that a step is taken to last
 
 
 class Lane(Noun, frozen=True, kw_only=True):
@@ -32,6 +42,7 @@ class Lane(Noun, frozen=True, kw_only=True):
     reach: int = NONE  # the newest step that records lead to there, from the base that is complete
     seconds: float = 0.0  # what its last part took
     cancels: int = 0  # how often somebody there wanted what is under way to stop
+    apart: int = 0  # of values: how many steps are to lie between two; 0: it is not known yet
 
 
 class Report(Noun, frozen=True, kw_only=True):
@@ -39,7 +50,8 @@ class Report(Noun, frozen=True, kw_only=True):
 
     node: str
     generation: str
-    newest: int  # the newest step of which it has a base
+    newest: int  # the newest step of which it has a base,
+    newest_values: int = NONE  # and of which it has values
     is_alive: bool = True  # whether anybody trains there
     wanted: dict[str, int] = msgspec.field(default_factory=dict)  # lane -> a step that somebody there waits for,
     wanted_bases: dict[str, int] = msgspec.field(default_factory=dict)  # or for its base
@@ -49,7 +61,7 @@ class Report(Noun, frozen=True, kw_only=True):
 class Order(Noun, frozen=True, kw_only=True):
     """What all are told of a lane."""
 
-    step: int = NONE  # do your part of the first base at or after this
+    step: int = NONE  # do your part of the first base at or after this; of values, of this
     complete: int = NONE  # of this base all have done their parts,
     reach: int = NONE  # and records lead all of them to this step
     missed: int = NONE  # the newest appointed step that some node could not bring there
@@ -67,7 +79,38 @@ class _State:
     complete: int = NONE
     cancelled: int = NONE  # the newest step that was called off
     ended_at: float | None = None  # when the last of both was
+    lead_s: float = _LEAD_S
     lanes: dict[str, Lane] = field(default_factory=dict)  # by node
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far training is, by the newest bases or values that nodes have."""
+
+    newest: dict[str, int] = field(default_factory=dict)  # by node
+    changed_at: float = 0.0  # when one of them last did,
+    rose_at: float = 0.0  # when the newest of all did,
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # and what a step took, by that
+
+    def hear(self, node: str, newest: int, now: float) -> None:
+        if self.newest.get(node) == newest:
+            return
+        rise = newest - max(self.newest.values(), default=newest)
+        if rise > 0:
+            self.steps_s.append((now - self.rose_at) / rise)
+            self.rose_at = now
+        self.newest[node], self.changed_at = newest, now
+
+    @property
+    def of_all(self) -> int:
+        return min(self.newest.values(), default=NONE)
+
+    @property
+    def of_any(self) -> int:
+        return max(self.newest.values(), default=NONE)
+
+    def is_still(self, now: float) -> bool:
+        return len(set(self.newest.values())) == 1 and now - self.changed_at >= STILL_S
 
 
 class Rounds:
@@ -75,11 +118,8 @@ class Rounds:
 
     def __init__(self, nodes: Collection[str], cadences: Mapping[str, Every], generation: str, share: float) -> None:
         self._nodes, self._cadences, self._generation, self._share = set(nodes), dict(cadences), generation, share
-        self._newest: dict[str, int] = {}
+        self._bases, self._values = _Progress(), _Progress()
         self._heard_at: dict[str, float] = {}
-        self._changed_at = 0.0  # when one of them last did,
-        self._rose_at = 0.0  # when the newest of all did,
-        self._step_s = 0.0  # and how long a step takes, by that
         self._wanted: dict[str, dict[str, int]] = {}
         self._wanted_bases: dict[str, dict[str, int]] = {}
         self._alive: dict[str, bool] = {}
@@ -97,42 +137,46 @@ class Rounds:
         is_ours = report.generation == self._generation and report.node in self._nodes
         if is_ours:
             self._heard_at[report.node] = now
-            if self._newest.get(report.node) != report.newest:
-                self._see_newest(report.newest, now)
-                self._newest[report.node], self._changed_at = report.newest, now
+            self._bases.hear(report.node, report.newest, now)
+            self._values.hear(report.node, report.newest_values, now)
             self._wanted[report.node], self._wanted_bases[report.node] = report.wanted, report.wanted_bases
             self._alive[report.node] = report.is_alive
             for name, lane in report.lanes.items():
                 if name in self._states:
-                    self._take_in(self._states[name], report.node, lane, now)
+                    self._take_in(name, report.node, lane, now)
         for name, state in self._states.items():
             self._move(name, state, now)
         if is_ours:
             self._told[report.node] = {name: state.complete for name, state in self._states.items()}
         return self._orders(now)
 
-    def _take_in(self, state: _State, node: str, lane: Lane, now: float) -> None:
+    def _progress(self, name: str) -> _Progress:
+        if _follows_disks(name):
+            return _Progress(newest=dict.fromkeys(self._nodes, self._states[VALUES].complete))
+        return self._values if name == VALUES else self._bases
+
+    def _take_in(self, name: str, node: str, lane: Lane, now: float) -> None:
+        state = self._states[name]
         before = state.lanes.get(node, Lane())
         state.lanes[node] = lane
-        is_under_way = state.complete < state.step <= max(self._newest.values())
+        is_under_way = state.complete < state.step <= self._progress(name).of_any
         if lane.cancels > before.cancels and is_under_way:
             state.cancelled, state.step, state.ended_at = state.step, state.complete, now
 
-    def _see_newest(self, newest: int, now: float) -> None:
-        rise = newest - max(self._newest.values(), default=newest)
-        if rise > 0:
-            self._rose_at, self._step_s = now, (now - self._rose_at) / rise
-
     def _move(self, name: str, state: _State, now: float) -> None:
-        lanes, has_heard_all = state.lanes.values(), len(state.lanes) == len(self._newest) == len(self._nodes)
+        progress, lanes = self._progress(name), state.lanes.values()
+        has_heard_all = len(state.lanes) == len(progress.newest) == len(self._nodes)
         done = {lane.done for lane in lanes}
         if has_heard_all and len(done) == 1 and min(done) > state.complete and min(done) >= state.step:
             state.complete, state.ended_at = min(done), now
         is_lost = any(lane.missed >= state.step for lane in lanes) or (has_heard_all and min(done) >= state.step)
-        is_in_vain = not any(self._alive.values()) and state.step > min(self._newest.values(), default=NONE)
-        if state.step > state.complete and not (is_lost or is_in_vain or self._is_waited_before(name, state.step)):
+        is_in_vain = not any(self._alive.values()) and state.step > progress.of_all
+        is_open = state.step > state.complete
+        if is_open and not (is_lost or is_in_vain or self._is_waited_before(name, state.step)):
             return  # under way
         if has_heard_all and self._is_due(name, state, now):
+            if is_open and is_lost:
+                state.lead_s = min(2 * state.lead_s, _LONGEST_LEAD_S)
             state.step = self._next(name, state, now)
 
     def _waiting(self, name: str) -> int:
@@ -141,13 +185,17 @@ class Rounds:
 
     def _is_waited_before(self, name: str, step: int) -> bool:
         """Whether training stands still at an earlier step, until that one is safe."""
-        newest = max(self._newest.values(), default=NONE)
+        newest = self._progress(name).of_any
         return newest < step and NONE < newest <= self._waiting(name)
 
     def _is_due(self, name: str, state: _State, now: float) -> bool:
         every = self._cadences[name]
+        if _follows_disks(name) and self._progress(name).of_all <= state.complete:
+            return False
         if not any(self._alive.values()):
-            return min(self._newest.values()) > state.complete
+            return self._progress(name).of_all > state.complete
+        if name == VALUES:
+            return self._are_values_due(state)
         if self._waiting(name) > self._reach(state) or _newest(self._wanted_bases, name) > state.complete:
             return True
         if state.ended_at is None or every.steps is not None:
@@ -157,18 +205,29 @@ class Rounds:
         took = max((lane.seconds for lane in state.lanes.values()), default=0.0)
         return now - state.ended_at >= took / self._share
 
+    def _are_values_due(self, state: _State) -> bool:
+        """Enough steps have come since the last at which all could stop, be it a base; or somebody waits for one."""
+        last = max(state.complete, self._states["disk"].complete if "disk" in self._states else NONE)
+        if self._values.of_all <= last:
+            return False  # not all have any that are newer
+        apart = [lane.apart for lane in state.lanes.values()]
+        return self._waiting(VALUES) > last or (min(apart) > 0 and self._values.of_any - last >= max(apart))
+
     def _next(self, name: str, state: _State, now: float) -> int:
         """The next step that no node can have passed yet; or the newest base, if training waits or stays there."""
-        if not any(self._alive.values()):
-            return min(self._newest.values())  # all have it: nobody was more than a step ahead
-        newest, steps = max(self._newest.values()), self._cadences[name].steps or 1
+        progress = self._progress(name)
+        if _follows_disks(name) or not any(self._alive.values()):
+            return progress.of_all  # all have it: nobody was more than a step ahead
+        newest, steps = progress.of_any, self._cadences[name].steps or 1
         if self._waiting(name) >= newest:
             return newest if newest > state.complete else state.step  # from that one on records lead, or nothing does
-        is_still = len(set(self._newest.values())) == 1 and now - self._changed_at >= STILL_S
         last = max(0, state.complete, state.cancelled)
-        if is_still and newest // steps > last // steps and newest > max(last, state.step):
+        if progress.is_still(now) and newest // steps > last // steps and newest > max(last, state.step):
             return newest
-        return -(-(newest + (1 if self._step_s >= STILL_S else AHEAD)) // steps) * steps
+        ahead = 1 if progress.steps_s and progress.steps_s[-1] >= STILL_S else AHEAD
+        if name == VALUES:
+            ahead = max(ahead, ceil(state.lead_s / max(min(progress.steps_s, default=STILL_S), _SHORTEST_S)))
+        return -(-(newest + ahead) // steps) * steps
 
     def _reach(self, state: _State) -> int:
         if len(state.lanes) < len(self._nodes):
@@ -187,6 +246,15 @@ class Rounds:
                 for name, state in self._states.items()
             },
         )  # fmt: skip
+
+
+def values_of(lane: str) -> str:
+    """The lane in which values that all disks have are brought to a deeper place."""
+    return f"{lane} {VALUES}"
+
+
+def _follows_disks(name: str) -> bool:
+    return name != VALUES and name.endswith(VALUES)
 
 
 def _newest(wanted: Mapping[str, Mapping[str, int]], lane: str) -> int:

@@ -5,7 +5,7 @@ goes there, all at once when somebody waits for them or everybody is gone. The d
 unless the tier fails or falls far behind; then the log there has a gap, and goes on behind the next base.
 
 Records of a life follow its first base on the tier: what other lives left beyond the step that it went on from is
-gone by then, so records of two lives never stand side by side. Records that need values beside them stay nearer.
+gone by then, so records of two lives never stand side by side. Values that records need beside them follow these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from everstep.events import Degraded, Sink
 from everstep.keeper.book import Book, forget, grouped
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
-from everstep.keeper.rounds import NONE
+from everstep.keeper.rounds import NONE, Order
+from everstep.keeper.sunk_values import SunkValues
 from everstep.store.frame import Record
 from everstep.store.log import LogRead, ranks_of, scan, starts
 from everstep.store.tier import Tier
@@ -38,9 +39,14 @@ _BEHIND_S = 2 * _LONGEST_S  # and until a tier that has not caught up is not wai
 
 class Sinking:
     def __init__(
-        self, tier: Tier, disk: Logbook, hello: Hello, every: Every, emit: Sink, is_urgent: Callable[[], bool]
+        self, tier: Tier, disk: Logbook, hello: Hello, every: Every, emit: Sink, is_urgent: Callable[[], bool], *,
+        rate: float | None = None, appointed: Callable[[], Order] | None = None,
     ) -> None:  # fmt: skip
-        """`every`: how often a base goes there. `is_urgent`: somebody waits, or nobody is left to wait for."""
+        """`every`: how often a base goes there. `is_urgent`: somebody waits, or nobody is left to wait for.
+
+        `rate` and `appointed`: see `SunkValues`.
+        """
+        self.values = SunkValues(tier, disk, hello, rate, appointed)
         self._tier, self._disk, self._hello, self._emit, self._is_urgent = tier, disk, hello, emit, is_urgent
         self._every = every
         self._lock = threading.Lock()
@@ -50,7 +56,7 @@ class Sinking:
         self._took_at = self._even_at = time.monotonic()  # when it was last looked at, and last had all
         self._took_s = 0.0
         self._retry_at = 0.0
-        self._is_lost = False
+        self._is_lost = self._retires = False
         self._ending = threading.Event()
 
     # -- the lane's thread
@@ -68,9 +74,10 @@ class Sinking:
     def follow(self, base: int, *, oldest: int | None) -> None:
         """A base is there, and records lead on from it. `oldest`: of all bases that stay, if this node sees to it."""
         with self._lock:
-            self._base = base
+            self._base = self.values.base = base
             for book in self._books.values():
                 book.rotate()
+            self._retires = oldest is not None
             if oldest is not None:
                 forget(self._tier, ranks_of(self._tier), oldest)
 
@@ -88,6 +95,8 @@ class Sinking:
         rested_s = time.monotonic() - self._took_at
         if rested_s < self._took_s / _SHARE:
             return False
+        if self.values.due != NONE:
+            return True
         if self._every.seconds is not None:
             return rested_s >= min(self._every.seconds / _GROUPS, _LONGEST_S)
         return rested_s >= _LONGEST_S or self._behind() >= max(1, (self._every.steps or 1) // _GROUPS)
@@ -106,6 +115,9 @@ class Sinking:
             with self._lock:
                 for rank in self._hello.local_ranks:
                     self._take(rank)
+            self.values.bring(self._ending)
+            if self._retires:
+                self.values.forget()
         except Exception as error:  # whatever it is: it is tried again, and nobody is left in the dark
             if not self._is_lost:
                 self._emit(Degraded(what=f"records do not get to {self._tier.name}", reason=str(error)))
@@ -125,11 +137,12 @@ class Sinking:
         book = self._books[rank]
         for log in self._written(rank, book.last if book.last >= 0 else self._base):
             after = book.last if book.last >= 0 else self._base
-            assert log.layout is not None
+            assert log.layout is not None and log.info is not None
             for group in grouped((r for r in log.records if r.frame.step > after), lambda record: record.length):
                 if self._ending.is_set():
                     return
                 book.write(log.layout.header, log.layout.digest, [self._read(log, one) for one in group])
+                book.has_values = log.info.has_values
 
     def _written(self, rank: int, after: int) -> Iterator[LogRead]:
         """What the disk has of a rank's log beyond a step."""
@@ -141,7 +154,7 @@ class Sinking:
                 log = scan(self._disk.tier, start, rank, self._hello.run)
             except FileNotFoundError:
                 continue  # it was let go in this moment
-            if log.last > after and log.info is not None and not log.info.has_values:
+            if log.last > after and log.info is not None:
                 yield log
 
     def _read(self, log: LogRead, record: Record) -> tuple[Frame, list[memoryview]]:
@@ -163,9 +176,12 @@ class Sinking:
     def reach(self, base: int) -> int:
         """The newest step that records there lead to from a base that is there."""
         books = [self._books.get(rank) for rank in self._hello.local_ranks]
-        return min(book.last if book is not None and book.leads_from(base) else base for book in books)
+        last = min(book.last if book is not None and book.leads_from(base) else base for book in books)
+        if not any(book is not None and book.has_values for book in books):
+            return last
+        return self.values.complete if base <= self.values.complete <= last else base
 
     @property
     def is_even(self) -> bool:
         """Whether it has all that the disk has, or cannot have it now."""
-        return self._base == NONE or self._is_lost or self._behind() <= 0
+        return self._base == NONE or self._is_lost or (self._behind() <= 0 and self.values.due == NONE)

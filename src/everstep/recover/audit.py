@@ -40,6 +40,7 @@ class Finding:
 
 
 Check = tuple[int, Callable[[], Finding]]  # its bytes, and what reads them
+VALUES_NOTE = "values beside the records"
 
 
 def not_asked(node: str, reason: str) -> Finding:
@@ -70,7 +71,7 @@ def check_values(sources: Sources, holding: Holding) -> Finding:
         problem = str(error)
     return Finding(
         step=holding.step, source=holding.source, rank=holding.rank, bytes=holding.bytes, problem=problem,
-        checked=holding.checked, note="values beside the records",
+        checked=holding.checked, note=VALUES_NOTE,
     )  # fmt: skip
 
 

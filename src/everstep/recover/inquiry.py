@@ -14,7 +14,7 @@ from everstep.errors import EverstepError
 from everstep.keeper.exchange import ANSWERS
 from everstep.keeper.note import FleetNote
 from everstep.keeper.peers import Peer
-from everstep.recover.audit import Check, Finding, check_log, log_files, not_asked
+from everstep.recover.audit import VALUES_NOTE, Check, Finding, check_log, log_files, not_asked
 from everstep.recover.others import PATIENCE_S, remote_shelf
 from everstep.recover.shelf import Shelf
 from everstep.store.log import log_name
@@ -43,6 +43,9 @@ def _look(shelf: Shelf, node: str, step: int | None, checks: list[Check], found:
     for part in shelf.holdings(rejections):
         if step in (None, part.step):
             checks.append((part.bytes, partial(_read_part, shelf, node, part)))
+    for values in shelf.values(rejections):
+        if step in (None, values.step):
+            checks.append((values.bytes, partial(_read_values, shelf, node, values)))
     for parity in shelf.parities(rejections) if shelf.source == "partner" else ():
         if step in (None, parity.record.step):
             checks.append((parity.record.bytes, partial(_read_parity, shelf, node, parity)))
@@ -68,6 +71,16 @@ def _read_part(shelf: Shelf, node: str, part: Holding) -> Finding:
         lambda: shelf.image(part),
         Finding(step=part.step, source=shelf.source, rank=part.rank, bytes=part.bytes, problem="", node=node),
     )
+
+
+def _read_values(shelf: Shelf, node: str, values: Holding) -> Finding:
+    return _checked(
+        lambda: shelf.values_image(values),
+        Finding(
+            step=values.step, source=shelf.source, rank=values.rank, bytes=values.bytes, problem="", node=node,
+            note=VALUES_NOTE,
+        ),
+    )  # fmt: skip
 
 
 def _read_parity(shelf: Shelf, node: str, parity: ParityHolding) -> Finding:

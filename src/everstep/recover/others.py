@@ -32,15 +32,18 @@ def _survey(run: str, note: FleetNote, at: int) -> Survey:
             shelves = [remote_shelf(peer, run, source) for source in ("disk", "partner")]
             holdings: list[Holding] = [*answer.bases]
             records: list[Records] = [*answer.records]
+            values: list[Holding] = [*answer.values]
             for shelf in shelves:
                 holdings += shelf.holdings(rejections)
                 records += shelf.records(rejections)
+                values += shelf.values(rejections)
             parities = tuple(shelves[1].parities(rejections))
         except (EverstepError, OSError) as error:
             reason = f"what node {member.node} has cannot be told: {error}"
             return Survey(holdings=(), rejections=(Rejection(step=0, source="any", reason=reason, certain=False),))
     return Survey(
-        holdings=tuple(holdings), records=tuple(records), parities=parities, rejections=tuple(rejections)
+        holdings=tuple(holdings), records=tuple(records), values=tuple(values), parities=parities,
+        rejections=tuple(rejections),
     )  # fmt: skip
 
 

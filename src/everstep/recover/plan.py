@@ -145,9 +145,24 @@ class _Log:
         newer = [one for one in self._of if one > step]
         if not newer:
             return []
-        return [
-            Rejection(step=max(newer), source="any", reason=f"{self._missing(step + 1) or 'no base'} to go on from")
-        ]
+        reason = self._missing(step + 1)
+        if reason is None and any(one.has_values for one in self._of[step + 1].values()):
+            reason = self._unstoppable(step)
+        else:
+            reason = f"{reason or 'no base'} to go on from"
+        return [Rejection(step=max(newer), source="any", reason=reason)]
+
+    def _unstoppable(self, step: int) -> str:
+        """Why no later step can be the end of a replay, though records lead there."""
+        last = step
+        while self._missing(last + 1) is None:
+            last += 1
+        newest = max((one for one in self._values if step < one <= last), default=None)
+        if newest is None:
+            return f"its records need values beside them, and nobody has those of a step from {step + 1} to {last}"
+        held = max(self._values[newest].values(), key=len)
+        _, reason = _parts(held, held[0].world, self._nodes)
+        return f"of the values that its records need beside them, those of step {newest}, there is {reason}"
 
     def without_base(self) -> list[Rejection]:
         """Why no record is of use. That all bases were lost looks like a crash before the first was durable."""

@@ -1,8 +1,8 @@
 """After a job is gone for good: the newest step that all nodes together still have, written to a tier as a whole.
 
-That is a base, and the records that lead on from it. Both come from memory, disks and partners, of this node and of
-those whose keepers answer; what a lost node had of a base is rebuilt from parity. It needs neither the program nor the
-job.
+That is a base, the records that lead on from it, and the values that they need beside them. All of it comes from
+memory, disks and partners, of this node and of those whose keepers answer; what a lost node had of a base is rebuilt
+from parity. It needs neither the program nor the job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ from everstep.recover.shelf import RecordImage, Shelf
 from everstep.recover.survey import Sources
 from everstep.store.frame import format_of
 from everstep.store.log import scan, starts
-from everstep.store.manifest import committed_steps, data_name, encode, part_name
+from everstep.store.manifest import (
+    Folder,
+    committed_steps,
+    data_name,
+    encode,
+    part_name,
+    read_data,
+    read_single_part,
+    step_folder,
+    values_folder,
+)
 from everstep.store.tier import Tier
 from everstep.types import Frame, Holding, ParityHolding, Part, Plan, Records, Survey
 
@@ -67,6 +77,14 @@ class _Reader:
             return self._sources.record(records, step, copy=True)
         return self._shelf(records.node, records.source).record(records, step)
 
+    def values(self, holding: Holding) -> Image:
+        if holding.everywhere or holding.node == self._sources.node:
+            found = self._sources.values(holding, copy=True)
+            return found.layout, found.info, found.data
+        data = self._shelf(holding.node, holding.source).values_image(holding)
+        layout, info = image.parse(data, len(data), file=f"values of rank {holding.rank} of {holding.node}")
+        return layout, info, data
+
     def _shelf(self, node: str, source: str) -> Shelf:
         if (node, source) not in self._shelves:
             self._shelves[node, source] = remote_shelf(self._peers[node], self._sources.run, source)
@@ -86,16 +104,15 @@ def salvage(
 ) -> int:
     """Write the newest step that can be made whole to a tier; returns it. NothingToRestore if there is none.
 
-    Memory of other nodes is not read: their keepers bring it to their disks when trainers are gone. Records that need
-    values beside them are left.
+    Memory of other nodes is not read: their keepers bring it to their disks when trainers are gone.
     """
 
     def is_read(held: Holding | Records) -> bool:
         return held.source != "memory" or held.node == sources.node
 
     survey = msgspec.structs.replace(
-        survey, holdings=tuple(filter(is_read, survey.holdings)), values=(), attempts=(),
-        records=tuple(one for one in survey.records if is_read(one) and not one.has_values),
+        survey, holdings=tuple(filter(is_read, survey.holdings)), values=tuple(filter(is_read, survey.values)),
+        records=tuple(filter(is_read, survey.records)), attempts=(),
     )  # fmt: skip
     reader = _Reader(sources, note)
     try:
@@ -105,7 +122,9 @@ def salvage(
                 reasons = "".join(f"\n  step {r.step} ({r.source}): {r.reason}" for r in plan.rejections)
                 raise NothingToRestore(f"no base can be made whole from what is left{reasons}")
             bad = [] if plan.base in committed_steps(tier) else _write(reader, plan, tier, watch)
-            bad = bad or _write_records(reader, plan, tier, sources.run)
+            bad = (
+                bad or _write_records(reader, plan, tier, sources.run) or _write_values(reader, plan, tier, sources.run)
+            )
             if not bad:
                 return plan.step
             for what, reason in bad:
@@ -143,6 +162,23 @@ def _write_records(reader: _Reader, plan: Plan, tier: Tier, run: str) -> list[_B
     return bad
 
 
+def _write_values(reader: _Reader, plan: Plan, tier: Tier, run: str) -> list[_Bad]:
+    """Those that a tier lacks of a plan's, or the first of them that turned out to be bad."""
+    for holding in plan.values:
+        try:
+            part = read_single_part(tier, holding.step, holding.rank, run, values_folder)
+            if part.generation == holding.generation and read_data(tier, part, values_folder):
+                continue
+        except (FileNotFoundError, Damaged):
+            pass
+        try:
+            found = reader.values(holding)
+        except (EverstepError, OSError) as error:
+            return [(holding, str(error))]
+        _put(tier, holding, found, values_folder)
+    return []
+
+
 def _leads_to(tier: Tier, rank: int, run: str, base: int) -> int:
     """The newest step of a rank that a tier's own records lead to from a base."""
     for start in starts(tier, rank):
@@ -177,14 +213,15 @@ def _write(reader: _Reader, plan: Plan, tier: Tier, watch: Watch | None) -> list
     return []
 
 
-def _put(tier: Tier, holding: Holding, found: Image) -> None:
+def _put(tier: Tier, holding: Holding, found: Image, folder: Folder = step_folder) -> None:
     layout, info, data = found
-    for leftover in (part_name(holding.step, holding.rank), data_name(holding.step, holding.rank)):
+    data_file, part_file = data_name(holding.step, holding.rank, folder), part_name(holding.step, holding.rank, folder)
+    for leftover in (part_file, data_file):
         tier.delete(leftover)
-    chunks = tier.put(data_name(holding.step, holding.rank), data)
+    chunks = tier.put(data_file, data)
     part = Part(
         format=info.format, run=info.run, generation=holding.generation, step=holding.step, rank=holding.rank,
         world=holding.world, bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces,
         cut_time=holding.cut_time or time.time(), torch="", replica=info.replica,
     )  # fmt: skip
-    tier.put(part_name(holding.step, holding.rank), memoryview(encode(part)))
+    tier.put(part_file, memoryview(encode(part)))
