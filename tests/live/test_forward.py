@@ -27,6 +27,7 @@ from everstep.live.course import Begin, Give, GiveUp, GoOn, Reduce, Saying, next
 
 BUCKET_MB = 0.0001  # a bucket for almost every parameter
 BATCH = 12  # of three ranks
+BUCKETS = 5
 
 
 def die(*_: object) -> None:
@@ -178,15 +179,48 @@ def test_a_rank_that_is_a_step_ahead_gives_the_others_what_they_lack(
     """Rank 1 never hears the end of the fifth step's last two reductions; rank 0 is in the sixth by then."""
     failure = forward._Bucket.failure
 
-    def failed(self: forward._Bucket) -> Exception | None:
-        found = failure(self)
-        is_late = os.environ["RANK"] == "1" and self.batch == 5 and self.number % 5 >= 3
+    def failed(self: forward._Bucket, done: Any) -> Exception | None:
+        found = failure(self, done)
+        is_late = os.environ["RANK"] == "1" and self.batch == 5 and self.number % BUCKETS >= 3
         return ConnectionError("connection closed") if is_late else found
 
     monkeypatch.setattr(forward._Bucket, "failure", failed)
     events = check(team(directory).start(before_the_update(2, 5)), left=2)
     assert {event.step for event in events} == {6}  # a life begins where all are
     assert {(event.buckets, event.samples) for event in events} == {(5, BATCH // 3)}  # of the sixth
+
+
+def test_in_a_good_step_nobody_is_woken_but_the_program(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that would meet the others looks once, when it begins."""
+    broken = forward.Forward._broken
+
+    def noted(self: forward.Forward) -> Any:
+        with Path(directory.parent, f"looks-{os.getpid()}").open("a") as file:
+            file.write("x")
+        return broken(self)
+
+    monkeypatch.setattr(forward.Forward, "_broken", noted)
+    found = survivors(team(directory).start().wait())
+    looks = [Path(directory.parent, f"looks-{one['pid']}").read_text() for one in found]
+    assert looks == ["x"] * 3
+
+
+def test_reductions_that_fail_in_another_order_are_finished_in_their_own(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of a step is the last to be heard of."""
+    hear = forward.Forward._hear
+
+    def late(self: forward.Forward, asked: forward._Bucket, done: Any) -> None:
+        if asked.number % BUCKETS == 1 and asked.failure(done) is not None:
+            deadline = time.monotonic() + 20
+            while all(one.error is None for one in list(self._open.values())) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        hear(self, asked, done)
+
+    monkeypatch.setattr(forward.Forward, "_hear", late)
+    events = check(team(directory).start(between_buckets(1, 5, 3)), left=2)
+    assert {event.buckets for event in events} == {4}
 
 
 def test_what_needs_the_lost_for_more_than_gradients_is_rolled_back(directory: Path) -> None:
