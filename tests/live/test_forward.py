@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -205,22 +206,33 @@ def test_in_a_good_step_nobody_is_woken_but_the_program(directory: Path, monkeyp
     assert looks == ["x"] * 3
 
 
-def test_reductions_that_fail_in_another_order_are_finished_in_their_own(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second of a step is the last to be heard of."""
-    hear = forward.Forward._hear
+def test_nobody_meets_others_before_all_that_was_begun_has_ended() -> None:
+    """A later reduction may be heard of before an earlier one, and only the first that is missing may be asked for."""
+    here = forward.Forward.__new__(forward.Forward)
+    here._changed, here._stop, here._then, here._has_met = threading.Condition(), None, None, False
+    here.is_under_way, here._held = True, {}
+    buckets = [forward._Bucket(number, 1, torch.ones(1), torch.ones(1)) for number in range(3)]
+    here._open = {one.number: one for one in buckets}
+    meets, lacks = threading.Event(), list[int]()
+    here._meet = meets.set  # type: ignore[method-assign]
+    here._do = lambda move: None  # type: ignore[method-assign]
 
-    def late(self: forward.Forward, asked: forward._Bucket, done: Any) -> None:
-        if asked.number % BUCKETS == 1 and asked.failure(done) is not None:
-            deadline = time.monotonic() + 20
-            while all(one.error is None for one in list(self._open.values())) and time.monotonic() < deadline:
-                time.sleep(0.01)
-        hear(self, asked, done)
+    def say() -> list[Saying]:
+        lacks.append(min(here._open))
+        return [says(1)]
 
-    monkeypatch.setattr(forward.Forward, "_hear", late)
-    events = check(team(directory).start(between_buckets(1, 5, 3)), left=2)
-    assert {event.buckets for event in events} == {4}
+    here._say = say  # type: ignore[method-assign]
+    crossing = threading.Thread(target=here._cross)
+    buckets[2].error = ConnectionError("connection closed")
+    crossing.start()
+    assert not meets.wait(0.2)
+    here._finish(buckets[0])
+    assert not meets.wait(0.2)
+    failed: torch.futures.Future[Any] = torch.futures.Future()
+    failed.set_exception(ConnectionError("connection closed"))
+    here._hear(buckets[1], failed)
+    crossing.join(20)
+    assert meets.is_set() and lacks == [1]
 
 
 def test_what_needs_the_lost_for_more_than_gradients_is_rolled_back(directory: Path) -> None:
