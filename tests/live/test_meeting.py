@@ -123,6 +123,27 @@ def test_whoever_makes_no_sense_is_sent_away_and_the_others_are_served(
     assert visit.get("word") == b"x"
 
 
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_it_is_found_by_other_nodes_under_any_name_of_this_one(host: str) -> None:
+    place = Meeting(host)
+    try:
+        Visit(place.address, PATIENCE).set("word", "x")
+    except OSError:
+        if host != "[::1]" or has_address(host):
+            raise
+        pytest.skip("this machine has no such address")
+    finally:
+        place.close()
+
+
+def has_address(host: str) -> bool:
+    try:
+        with socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
 def test_those_who_meet_there_are_a_group(place: Meeting) -> None:
     def form(rank: int) -> dist.ProcessGroupGloo:
         visits.append(Visit(place.address, PATIENCE))

@@ -237,7 +237,10 @@ def _listener(host: str) -> socket.socket:
     if host == _HERE:
         return socket.create_server((host, 0), backlog=socket.SOMAXCONN)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True)
+        try:
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True)
+        except OSError:
+            pass  # the kernel knows such addresses, and this machine has none
     return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
 
 
