@@ -28,7 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Report, Stat, Table, Target, machine
-from live_loop import BATCH, DIES_AT, data_of, is_noted_death, model_of, note, note_death, steps_in, times_of_one
+from live_loop import (
+    BATCH,
+    DIES_AT,
+    data_of,
+    is_noted_death,
+    model_of,
+    note,
+    note_death,
+    processor_time,
+    steps_in,
+    times_of_one,
+)
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -37,6 +48,8 @@ from everstep.events import Called, RanksLost, WentOn, read_events
 
 HERE = Path(__file__).parent
 BOUNDS_S = {"rollback": 1.0, "forward": 1.0, "spare": 2.0}
+FIRST = 5  # steps, which warm up
+BEFORE = ", before"  # after a way: as it was
 
 
 def train(folder: Path, steps: int, way: str, *, dies: bool) -> None:
@@ -79,10 +92,10 @@ def train(folder: Path, steps: int, way: str, *, dies: bool) -> None:
 
 
 class Jobs:
-    """Starts them. `torchft`: an interpreter that has it, or None."""
+    """Starts them. `torchft`: an interpreter that has it. `before`: sources of another Everstep."""
 
-    def __init__(self, torchft: str | None) -> None:
-        self.torchft = torchft
+    def __init__(self, torchft: str | None, before: str | None) -> None:
+        self.torchft, self.before = torchft, before
 
     def work(self, folder: Path, way: str, count: int, steps: int, *, dies: bool = False) -> None:
         """A job, from its beginning to its end."""
@@ -98,7 +111,10 @@ class Jobs:
                 worker = [self.torchft, str(HERE / "live_torchft.py"), *words, *between, "--lighthouse", address]
                 _finish(_start(worker, count, 0))
         else:
-            worker = [sys.executable, str(HERE / "live.py"), "--worker", *words, "--way", way]
+            policy, _, is_before = way.partition(BEFORE)
+            worker = [sys.executable, str(HERE / "live.py"), "--worker", *words, "--way", policy]
+            if is_before:
+                worker = ["env", f"PYTHONPATH={self.before}", *worker]
             _finish(_start(worker, count, int(way == "spare" and dies)))
 
 
@@ -140,12 +156,13 @@ def _lighthouse(python: str) -> Iterator[str]:
         server.wait()
 
 
-def steady(jobs: Jobs, count: int, way: str) -> float:
-    """The median step of a job that nothing happens to."""
+def steady(jobs: Jobs, count: int, way: str, steps: int = 60) -> tuple[float, float]:
+    """The median step of a job that nothing happens to, and the processor time of a step by all its ranks."""
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        jobs.work(Path(folder), way, count, 60)
+        jobs.work(Path(folder), way, count, steps)
         times = times_of_one(Path(folder))
-    return statistics.median(b - a for a, b in pairwise(times[5:]))
+        processor_s = processor_time(Path(folder), FIRST)
+    return statistics.median(b - a for a, b in pairwise(times[FIRST:])), processor_s
 
 
 def recovery(jobs: Jobs, count: int, way: str) -> tuple[float | None, dict[str, float]]:
@@ -191,7 +208,7 @@ def main() -> None:
         return
     command = f"python bench/live.py{' --quick' * given.quick}{' --torchft PYTHON' * bool(given.torchft)}"
     report = Report("Going on after a loss", command, machine())
-    rounds, jobs = 2 if given.quick else 3, Jobs(given.torchft)
+    rounds, jobs = 2 if given.quick else 3, Jobs(given.torchft, None)
     report.tables += [steady_table(rounds, jobs, report), recovery_table(rounds, jobs, report)]
     report.save(given.out, "live")
     print(report.markdown())
@@ -208,22 +225,19 @@ def steady_table(rounds: int, jobs: Jobs, report: Report) -> Table:
         found = {way: Stat() for way in ways}
         for _ in range(rounds):
             for way in ways:
-                found[way].values.append(steady(jobs, count, way))
+                found[way].values.append(steady(jobs, count, way)[0])
         for way in ways:
-            over = {of: _over(found[way], found[of]) for of in ("plain", "guard")}
-            table.rows.append(
-                [str(count), way, found[way].text(1e3), over["plain"].text(100) + " %", over["guard"].text(100) + " %"]
-            )
+            dearer = {of: over(found[way], found[of]) for of in ("plain", "guard")}
+            percent = [ratio.text(100) + " %" for ratio in dearer.values()]
+            table.rows.append([str(count), way, found[way].text(1e3), *percent])
             print(*table.rows[-1], flush=True)
             if way in BOUNDS_S:
                 target = f"{way}: ready, {count} ranks, over guard"
-                report.targets.append(
-                    Target(target, "<= 1 %", over["guard"].text(100) + " %", over["guard"].median <= 0.01)
-                )
+                report.targets.append(Target(target, "<= 1 %", percent[1], dearer["guard"].median <= 0.01))
     return table
 
 
-def _over(mine: Stat, others: Stat) -> Stat:
+def over(mine: Stat, others: Stat) -> Stat:
     return Stat([a / b - 1 for a, b in zip(mine.values, others.values, strict=True)])
 
 

@@ -23,9 +23,9 @@ def data_of() -> torch.Tensor:
 
 
 def note(folder: Path, step: int) -> None:
-    """A step is finished."""
+    """A step is finished: when, and with how much processor time of this process so far."""
     with (folder / f"steps-{os.getpid()}").open("a") as file:
-        file.write(f"{step} {time.time()!r}\n")
+        file.write(f"{step} {time.time()!r} {time.process_time()!r}\n")
 
 
 def note_death(folder: Path) -> None:
@@ -39,10 +39,16 @@ def is_noted_death(folder: Path) -> bool:
 def steps_in(folder: Path) -> list[tuple[int, float]]:
     """All that was noted, in the order of time."""
     lines = [line.split() for path in folder.glob("steps-*") for line in path.read_text().splitlines()]
-    return sorted(((int(step), float(when)) for step, when in lines), key=lambda item: item[1])
+    return sorted(((int(step), float(when)) for step, when, _ in lines), key=lambda item: item[1])
 
 
 def times_of_one(folder: Path) -> list[float]:
     """When one of the processes finished its steps."""
     path = min(folder.glob("steps-*"))
     return [float(line.split()[1]) for line in path.read_text().splitlines()]
+
+
+def processor_time(folder: Path, first: int) -> float:
+    """Of a step, by all ranks together, without the first ones."""
+    ranks = [[float(line.split()[2]) for line in path.read_text().splitlines()] for path in folder.glob("steps-*")]
+    return sum((times[-1] - times[first]) / (len(times) - 1 - first) for times in ranks)

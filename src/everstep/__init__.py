@@ -32,7 +32,7 @@ keeper/         and its end in the trainer              client arrival keeping
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          others reach times audit inquiry salvage records rebuild retrieve
-live/           without leaving the loop                line watch presence regroup course forward loop
+live/           without leaving the loop                line watch meeting presence regroup course forward loop
 live/           those who train, started and replaced   crew
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +29,15 @@ class Wires:
     sockets: dict[int, str] = field(default_factory=dict)  # descriptor -> inode
     _before: dict[int, str] | None = None  # what there was, while it is being made
     _ranks: int = 0  # that may dial meanwhile
+    # what is being made is not finished while somebody looks for what belongs to it: he would find what comes next
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def cut(self) -> None:
         """Shut down the connections. What only listens is left alone, since gloo ends the process otherwise."""
+        with self._lock:
+            self._cut()
+
+    def _cut(self) -> None:
         for descriptor, inode in self._known().items():
             if _inode(descriptor) != inode:
                 continue
@@ -60,7 +67,8 @@ class Wires:
         try:
             yield
         finally:
-            self.sockets, self._before = self._known(), None
+            with self._lock:
+                self.sockets, self._before = self._known(), None
 
 
 def _dial(listener: socket.socket, ranks: int) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from everstep.live.course import Begin, Give, GiveUp, GoOn, Reduce, Saying, next
 
 BUCKET_MB = 0.0001  # a bucket for almost every parameter
 BATCH = 12  # of three ranks
+BUCKETS = 5
 
 
 def die(*_: object) -> None:
@@ -178,15 +180,59 @@ def test_a_rank_that_is_a_step_ahead_gives_the_others_what_they_lack(
     """Rank 1 never hears the end of the fifth step's last two reductions; rank 0 is in the sixth by then."""
     failure = forward._Bucket.failure
 
-    def failed(self: forward._Bucket) -> Exception | None:
-        found = failure(self)
-        is_late = os.environ["RANK"] == "1" and self.batch == 5 and self.number % 5 >= 3
+    def failed(self: forward._Bucket, done: Any) -> Exception | None:
+        found = failure(self, done)
+        is_late = os.environ["RANK"] == "1" and self.batch == 5 and self.number % BUCKETS >= 3
         return ConnectionError("connection closed") if is_late else found
 
     monkeypatch.setattr(forward._Bucket, "failure", failed)
     events = check(team(directory).start(before_the_update(2, 5)), left=2)
     assert {event.step for event in events} == {6}  # a life begins where all are
     assert {(event.buckets, event.samples) for event in events} == {(5, BATCH // 3)}  # of the sixth
+
+
+def test_in_a_good_step_nobody_is_woken_but_the_program(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that would meet the others looks once, when it begins."""
+    broken = forward.Forward._broken
+
+    def noted(self: forward.Forward) -> Any:
+        with Path(directory.parent, f"looks-{os.getpid()}").open("a") as file:
+            file.write("x")
+        return broken(self)
+
+    monkeypatch.setattr(forward.Forward, "_broken", noted)
+    found = survivors(team(directory).start().wait())
+    looks = [Path(directory.parent, f"looks-{one['pid']}").read_text() for one in found]
+    assert looks == ["x"] * 3
+
+
+def test_nobody_meets_others_before_all_that_was_begun_has_ended() -> None:
+    """A later reduction may be heard of before an earlier one, and only the first that is missing may be asked for."""
+    here = forward.Forward.__new__(forward.Forward)
+    here._changed, here._stop, here._then, here._has_met = threading.Condition(), None, None, False
+    here.is_under_way, here._held = True, {}
+    buckets = [forward._Bucket(number, 1, torch.ones(1), torch.ones(1)) for number in range(3)]
+    here._open = {one.number: one for one in buckets}
+    meets, lacks = threading.Event(), list[int]()
+    here._meet = meets.set  # type: ignore[method-assign]
+    here._do = lambda move: None  # type: ignore[method-assign]
+
+    def say() -> list[Saying]:
+        lacks.append(min(here._open))
+        return [says(1)]
+
+    here._say = say  # type: ignore[method-assign]
+    crossing = threading.Thread(target=here._cross)
+    buckets[2].error = ConnectionError("connection closed")
+    crossing.start()
+    assert not meets.wait(0.2)
+    here._finish(buckets[0])
+    assert not meets.wait(0.2)
+    failed: torch.futures.Future[Any] = torch.futures.Future()
+    failed.set_exception(ConnectionError("connection closed"))
+    here._hear(buckets[1], failed)
+    crossing.join(20)
+    assert meets.is_set() and lacks == [1]
 
 
 def test_what_needs_the_lost_for_more_than_gradients_is_rolled_back(directory: Path) -> None:

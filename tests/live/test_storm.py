@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from team import Act, Here, Team, own, survivors
+from team import Act, Ended, Here, Team, own, survivors
 
 from everstep.events import Called, Persisted, RanksLost, Started, WentOn, read_events
 from everstep.topology import process_alive
 
 WORLD = 3
-STEPS_PER_LOSS = 60
+STEPS_PER_LOSS = 40
+PATIENCE_S = 120.0
 POLICIES = [["spare"], ["rollback", "spare"], ["forward", "rollback", "spare"]]
 
 
@@ -31,23 +32,47 @@ def slowly_until(over: Path, steps: int) -> Act:
     return act
 
 
-def strike(directory: Path, losses: int, seed: int) -> None:
+def strike(team: Team, act: Act, losses: int, seed: int, *, spares_come_later: bool) -> None:
     """Kill one rank after the other; the next, when those who are left are called to go on, or soon after."""
-    chance = random.Random(seed)
-    awaited(lambda: len(list(directory.parent.glob("stands-*"))) == losses, "spares do not stand by")
+    chance, directory = random.Random(seed), team.directory
+    if not spares_come_later:
+        awaited(lambda: len(list(directory.parent.glob("stands-*"))) == losses, "spares do not stand by")
     awaited(lambda: any(isinstance(e, Persisted) for e in read_events(directory)), "there is nothing to go back to")
     for number in range(losses):
         victims = awaited(lambda n=number: ready_for(directory, n), f"nobody went on after loss {number}")
         time.sleep(chance.uniform(0.0, 0.3))
         os.kill(chance.choice(victims), signal.SIGKILL)
+        if spares_come_later:
+            time.sleep(chance.uniform(0.0, 0.5))
+            team.add(WORLD + number, act, spare=True)
+    awaited(lambda: is_whole(directory), "the world did not grow back")
 
 
 def awaited(what: Callable[[], Any], else_: str) -> Any:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not (found := what()):
         assert time.monotonic() < deadline, else_
         time.sleep(0.02)
     return found
+
+
+def ended(team: Team, steps: int) -> dict[int, Ended]:
+    """How all have ended. They are waited for while the run advances: how fast it does is the machine's affair."""
+    newest, deadline = -1, time.monotonic() + PATIENCE_S
+    while newest < steps and time.monotonic() < deadline:
+        events = read_events(team.directory) if team.directory.exists() else []
+        found = max((event.step for event in events if isinstance(event, Persisted)), default=-1)
+        if found > newest:
+            newest, deadline = found, time.monotonic() + PATIENCE_S
+        time.sleep(0.5)
+    return team.wait(PATIENCE_S)
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether all ranks have gone on in the newest view."""
+    events = read_events(directory)
+    last = next(event for event in reversed(events) if isinstance(event, Called))
+    return last.world == WORLD == sum(isinstance(event, WentOn) and event.view == last.view for event in events)
 
 
 def ready_for(directory: Path, number: int) -> list[int]:
@@ -67,33 +92,42 @@ def ready_for(directory: Path, number: int) -> list[int]:
     return sorted({pid for pid in began.values() if process_alive(pid)})
 
 
+LATER = ", and spares come later"
+SOAK = [pytest.mark.soak, pytest.mark.timeout(900)]
 STORMS = [
-    pytest.param(POLICIES[-1], 4, id="4 by all policies"),
-    *(pytest.param(policies, 6, id=f"6 by {policies}", marks=pytest.mark.soak) for policies in POLICIES),
+    pytest.param(POLICIES[-1], 4, False, id="4 by all policies"),
+    pytest.param(POLICIES[-1], 4, True, id=f"4 by all policies{LATER}"),
     *(
-        pytest.param(policies, 50, id=f"50 by {policies}", marks=[pytest.mark.soak, pytest.mark.timeout(900)])
+        pytest.param(policies, losses, later, id=f"{losses} by {policies}{LATER * later}", marks=SOAK)
+        for losses in (6, 50)
         for policies in POLICIES
+        for later in (False, True)
+        if policies[0] != "spare" or not later
     ),
 ]
 
 
-@pytest.mark.parametrize(("policies", "losses"), STORMS)
-def test_a_run_outlives_losses_at_random_moments(directory: Path, policies: list[str], losses: int) -> None:
+@pytest.mark.parametrize(("policies", "losses", "spares_come_later"), STORMS)
+def test_a_run_outlives_losses_at_random_moments(
+    directory: Path, policies: list[str], losses: int, spares_come_later: bool
+) -> None:
+    """With spares that stand by the world grows at once; before later ones those who are left go on by themselves."""
     over, steps = directory.parent / "over", losses * STEPS_PER_LOSS
-    team = Team(directory, WORLD, spares=losses, on_loss=policies, steps=steps)
-    team.start(slowly_until(over, steps))
+    team = Team(directory, WORLD, spares=0 if spares_come_later else losses, on_loss=policies, steps=steps)
+    act = slowly_until(over, steps)
+    team.start(act)
     try:
-        strike(directory, losses, seed=losses)
+        strike(team, act, losses, seed=losses, spares_come_later=spares_come_later)
     finally:
         over.touch()
-        found = team.wait(120 + 4 * losses)
+        found = ended(team, steps)
+        left = survivors(found)  # whatever else went wrong: with their errors
     lost = [event.how for event in read_events(directory) if isinstance(event, RanksLost)]
     assert lost == ["its process ended"] * losses  # nobody was taken for hung
     assert sum(ended.killed for ended in found.values()) == losses
-    left = survivors(found)
     assert len(left) == WORLD
     assert {one["step"] for one in left} == {steps}
     assert len({one["state"] for one in left}) == 1  # ranks are identical to each other
     if policies == ["spare"]:
         whole = Team(directory.with_name("whole"), WORLD, on_loss=policies, steps=steps).start()
-        assert own(found) == own(whole.wait(120 + losses))
+        assert own(found) == own(ended(whole, steps))

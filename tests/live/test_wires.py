@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from everstep import wires
 from everstep.live import presence
 from everstep.topology import Formed
 from everstep.wires import Wires
@@ -85,3 +86,31 @@ def test_what_a_group_opened_when_it_was_cut_for_the_last_time_is_cut_too(monkey
         with one:
             one.settimeout(5.0)
             assert one.recv(1) == b""
+
+
+def test_who_cuts_a_group_that_has_just_failed_leaves_alone_what_is_opened_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It looks which connections there are, and meanwhile the group is given up and its process meets others."""
+    made, looks, has_left = Wires(), threading.Event(), threading.Event()
+    cuts, sockets = threading.Thread(target=made.cut), wires._sockets
+
+    def later() -> dict[int, str]:
+        if threading.current_thread() is cuts:
+            looks.set()
+            has_left.wait(1.0)  # in vain, as it should be
+        return sockets()
+
+    monkeypatch.setattr(wires, "_sockets", later)
+    making = made.noting(1)
+    making.__enter__()
+    cuts.start()
+    assert looks.wait(LIMIT_S)
+    making.__exit__(None, None, None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as near, server.accept()[0] as far:
+            has_left.set()
+            cuts.join(LIMIT_S)
+            far.sendall(b"x")
+            near.settimeout(LIMIT_S)
+            assert near.recv(1) == b"x"

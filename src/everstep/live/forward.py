@@ -1,10 +1,11 @@
 """A step that lost a rank is finished by the others, with the gradients that they have: lossy, and nothing is redone.
 
-This is the communication hook of the run's DDP models. It reduces a copy of each bucket, so that the gradient of this
-rank stays in the bucket until the result is there, and it answers with a future of its own. A thread of its own waits
-for the reductions. When one fails because somebody is lost, the thread meets those who are left, while the program
-still waits in its backward pass, and they bring each other out of the step: `course` says how. The program notices
-nothing; the next life begins at the end of a batch that all have finished.
+This is the communication hook of the run's DDP models. Scaled by this rank's share of the batch, a bucket goes into a
+buffer of its own, where it is reduced: so the gradient of this rank stays in the bucket until the result is there, and
+the result until nobody can lack it any more. Whatever thread of the group completes a reduction hands the result on;
+nobody else is woken. When one fails because somebody is lost, a thread of its own meets those who are left, while the
+program still waits in its backward pass, and they bring each other out of the step: `course` says how. The program
+notices nothing; the next life begins at the end of a batch that all have finished.
 
 Until then there is no process group but for that thread: whatever else the program wants to tell other ranks fails, and
 then the step is given up, and the next policy holds. So it is wherever ranks cannot be brought together in this way.
@@ -12,13 +13,12 @@ then the step is given up, and the next policy holds. So it is wherever ranks ca
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,15 +51,13 @@ class _Bucket:
     batch: int
     local: Tensor  # what this rank has to give
     result: Tensor
-    work: Any  # None: it was never begun
+    error: Exception | None = None  # why it has to be reduced among others; None: it is under way
     future: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
 
-    def failure(self) -> Exception | None:
+    def failure(self, done: torch.futures.Future[Any]) -> Exception | None:
         try:
-            if self.work is None:
-                return ConnectionError("the process group has ended")
-            self.work.wait()
-        except RuntimeError as error:
+            done.value()
+        except Exception as error:  # whatever it is: nobody else would hear of it
             return error
         return None
 
@@ -77,7 +75,7 @@ class Forward:
         """`is_settled`: whether DDP's buckets are final, so that a life in another group can begin with the same."""
         self._subjects, self._presence, self._is_settled = subjects, presence, is_settled
         self.is_under_way = False  # from a loss until a life has begun in the new group
-        self._lock = threading.Lock()  # nothing is begun in a group that is about to be left
+        self._changed = threading.Condition()  # also so that nothing is begun in a group that is about to be left
         self._group: Any = dist.group.WORLD
         self._called: View | None = None  # by another policy, and still to be met
         self._even = 1.0 / dist.get_world_size()  # a rank's share of the batch, where all have the same
@@ -85,12 +83,11 @@ class Forward:
         self._then: Then | BaseException | None = None  # how the step ends, once that is known
         self._obstacle = ""  # why this rank cannot go forward
         self._batch, self._number = 0, 0
-        self._pending: deque[_Bucket] = deque()
+        self._open: dict[int, _Bucket] = {}  # by number, in their order: there is no result yet
         self._stop: _Stop | None = None
         self._buffers: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # two of each bucket, and whose they are
         self._held: dict[int, Tensor] = {}  # results of this pass, and of the one before
         self._missing: dict[int, list[float]] = {}  # by batch: what share of it, in each bucket made without the lost
-        self._asked: queue.SimpleQueue[_Bucket | _Stop] = queue.SimpleQueue()
         for i, model in enumerate(_models(subjects)):
             model.register_comm_hook(None, self._hook(i))
         threading.Thread(target=self._serve, name="everstep-forward", daemon=True).start()
@@ -108,14 +105,17 @@ class Forward:
     def _hook(self, model: int) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
         def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             local = bucket.buffer()
-            result, work = self._buffer((model, bucket.index()), local), None
-            with self._lock:
-                if not self.is_under_way:
-                    torch.mul(local, self._share, out=result)
-                    work = self._begin_reduction(result)
-            asked = _Bucket(self._number, self._batch, local, result, work)
+            asked = _Bucket(self._number, self._batch, local, self._buffer((model, bucket.index()), local))
             self._number += 1
-            self._asked.put(asked)
+            torch.mul(local, self._share, out=asked.result)
+            with self._changed:
+                self._open[asked.number] = asked
+                work = None if self.is_under_way else self._begin_reduction(asked.result)
+                if work is None:
+                    asked.error = ConnectionError("the process group has ended")
+                    self._changed.notify_all()
+            if work is not None:
+                work.get_future().add_done_callback(partial(self._hear, asked))
             return asked.future.then(_value)
 
         hook.__annotations__ = {"bucket": dist.GradBucket}  # DDP compares it, and not as a string
@@ -126,6 +126,16 @@ class Forward:
             return self._group.allreduce([result])
         except RuntimeError:
             return None  # its connections are cut already
+
+    def _hear(self, asked: _Bucket, done: torch.futures.Future[Any]) -> None:
+        """A reduction has ended. In a thread of the group."""
+        failure = asked.failure(done)
+        if failure is None:
+            self._finish(asked)
+            return
+        with self._changed:
+            asked.error = failure
+            self._changed.notify_all()
 
     @property
     def _share(self) -> float:
@@ -152,7 +162,9 @@ class Forward:
     def ask(self, broken: str) -> Then:
         """Between two batches, after a loss: what to do. `broken`: why the one before could not be finished."""
         stop = _Stop(broken)
-        self._asked.put(stop)
+        with self._changed:
+            self._stop = stop
+            self._changed.notify_all()
         return stop.answer.result()
 
     def meet(self) -> None:
@@ -176,42 +188,49 @@ class Forward:
 
     def _serve(self) -> None:
         while True:
-            self._take(self._asked.get())
-            while self._pending or self._stop is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stop is not None or self._broken() is not None)
+                broken = self._broken()
+            if not self.is_under_way and broken is not None and not self._presence.is_by_loss(broken[1]):
+                self._fail(*broken)
+                continue
+            self._leave_group()
+            while self._open or self._stop is not None:
                 try:
                     self._cross()
                 except (Exception, SystemExit) as error:
                     if isinstance(error, Restart) or not self._presence.is_by_loss(error):
                         self._then = error
 
-    def _take(self, asked: _Bucket | _Stop) -> None:
-        if isinstance(asked, _Stop):
-            self._stop = asked
-            self._leave_group()
-            return
-        failure = asked.failure()
-        if failure is None:
-            self._finish(asked)
-        elif self.is_under_way or self._presence.is_by_loss(failure):
-            self._pending.append(asked)
-            self._leave_group()
-        else:
-            asked.future.set_result(failure)
+    def _broken(self) -> tuple[_Bucket, Exception] | None:
+        return next(((bucket, bucket.error) for bucket in self._open.values() if bucket.error is not None), None)
+
+    def _first(self) -> _Bucket | None:
+        return next(iter(self._open.values()), None)
 
     def _leave_group(self) -> None:
         if not self.is_under_way:
             self._obstacle = "" if self._is_settled() else "DDP has not made its final buckets yet"
-        with self._lock:
+        with self._changed:
             self.is_under_way = True
 
     def _finish(self, bucket: _Bucket) -> None:
-        self._held[bucket.number] = bucket.result
+        with self._changed:
+            del self._open[bucket.number]
+            self._held[bucket.number] = bucket.result
+            if self.is_under_way:  # else nobody waits for it but the program
+                self._changed.notify_all()
         bucket.future.set_result(bucket.result)
+
+    def _fail(self, bucket: _Bucket, error: Exception) -> None:
+        with self._changed:
+            del self._open[bucket.number]
+        bucket.future.set_result(error)
 
     def _cross(self) -> None:
         """One round, or the end of it."""
-        while not self._asked.empty():
-            self._take(self._asked.get())
+        with self._changed:  # what was begun before the loss ends, since its connections are cut
+            self._changed.wait_for(lambda: all(bucket.error is not None for bucket in self._open.values()))
         if self._then is None and (not self._has_met or self._presence.lost is not None):
             self._meet()
         if self._then is None:
@@ -236,8 +255,9 @@ class Forward:
 
     def _say(self) -> list[Saying]:
         broken = self._stop.broken if self._stop is not None else ""
+        first = self._first()
         mine = Saying(
-            batch=self._batch, share=self._share, needs=self._pending[0].number if self._pending else None,
+            batch=self._batch, share=self._share, needs=None if first is None else first.number,
             has=tuple(self._held), broken=broken or self._obstacle,
         )  # fmt: skip
         told = topology.messages_of(self._group).exchange(msgspec.msgpack.encode(mine))
@@ -248,8 +268,8 @@ class Forward:
             case Give():
                 self._give(move)
             case Reduce():
-                self._reduce(self._pending[0], move)
-                self._finish(self._pending.popleft())
+                self._reduce(self._open[move.number], move)
+                self._finish(self._open[move.number])
             case GoOn():
                 if self._stop is not None and self._batch < move.batch:
                     self._answer(self._stop, Then.GO_ON)
@@ -260,11 +280,11 @@ class Forward:
                 self._then = Then.RESTORE
 
     def _give(self, move: Give) -> None:
-        is_mine = bool(self._pending) and self._pending[0].number == move.number
-        result = self._pending[0].result if is_mine else self._held[move.number]
+        bucket = self._open.get(move.number)
+        result = bucket.result if bucket is not None else self._held[move.number]
         dist.broadcast(result, group=self._group, group_src=move.source)
-        if is_mine:
-            self._finish(self._pending.popleft())
+        if bucket is not None:
+            self._finish(bucket)
 
     def _reduce(self, bucket: _Bucket, move: Reduce) -> None:
         torch.mul(bucket.local, move.weight(self._share), out=bucket.result)
@@ -273,10 +293,8 @@ class Forward:
 
     def _end(self, then: Then | BaseException) -> None:
         """The step is over; if it is given up, the program comes out of it with an error, and asks."""
-        while self._pending:
-            self._pending.popleft().future.set_result(
-                ConnectionError("the process group has ended: the step is given up")
-            )
+        while (first := self._first()) is not None:
+            self._fail(first, ConnectionError("the process group has ended: the step is given up"))
         if self._stop is not None:
             self._show_group()
             self._then = None

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -25,13 +24,14 @@ from everstep.keeper.protocol import Charter, Lost, View
 from everstep.keeper.views import SPARE
 from everstep.live.crew import tell_crew
 from everstep.live.line import Line
+from everstep.live.meeting import Meeting, Visit
 from everstep.live.watch import Watch
 from everstep.topology import Formed, Topology
 
 _PATIENCE = 2  # detection times until a loss that was noticed must be heard of,
 _PATIENCE_OF_NODES = 4  # and where keepers tell each other, and one may have to follow another
 _MEET = timedelta(seconds=30)  # until all who were called must have met
-_TRY = timedelta(seconds=1)  # to find the one with whom they meet
+_LOOK_AGAIN_S = 0.02  # for the one with whom they meet
 _CUT_AGAIN_S = 0.02
 _LOOK_S = 0.2  # between two looks of a spare for a run that it could join
 _OF_TORCH = ("gloo", "nccl", "connection", "socket", "broken pipe", "store", "process group", "aborted")
@@ -46,7 +46,8 @@ class Presence:
         self._line: Line | None = None
         self._host = "127.0.0.1"  # where others find this process
         self._changed = threading.Condition()
-        self._server: Any = None  # where those of this view have met, if it was here
+        self._meeting: Meeting | None = None  # where those of this view have met, if it was here,
+        self._visit: Visit | None = None  # and this process there
         self._called: View | None = None
         self._rank = SPARE
         self._stands_by = True  # it has had no place yet
@@ -109,10 +110,10 @@ class Presence:
         if dist.is_initialized():
             dist.destroy_process_group()  # nothing hangs on it any more
         dist.distributed_c10d._world.group_count = 0  # groups are named by it, and one that was never formed counts too
-        server = dist.TCPStore(self._host.strip("[]"), 0, is_master=True, wait_for_workers=False)
-        address = f"{self._host}:{server.port}"
+        self._part()
+        meeting = Meeting(self._host)
         self._times[1] = time.monotonic()
-        called = line.stand(self.view, address)
+        called = line.stand(self.view, meeting.address)
         if not self._times[0]:  # it stood by, and has lost nobody
             self._times[:2] = [time.monotonic()] * 2
         if called is not None and (called.world or not self._stands_by):
@@ -125,17 +126,26 @@ class Presence:
                     self.lost = None
             if not called.lost:
                 self.watch.learn()
-            self._server = server if called.address == address else None
+        if called is not None and called.address == meeting.address:
+            self._meeting = meeting
+        else:
+            meeting.close()
         return called
+
+    def _part(self) -> None:
+        """From those of the view that has ended."""
+        if self._visit is not None:
+            self._visit.close()
+        if self._meeting is not None:
+            self._meeting.close()
+        self._visit = self._meeting = None
 
     def meet(self, called: View) -> None:
         """Form the group of a view."""
-        host, _, port = called.address.rpartition(":")
 
-        def store() -> Any:
-            client = self._find(host, int(port))  # which can be cut, unlike a server
-            client.set_timeout(_MEET)
-            return dist.PrefixStore(f"everstep/view-{called.number}", client)
+        def store() -> dist.Store:
+            self._visit = self._find(called.address)
+            return dist.PrefixStore(f"everstep/view-{called.number}", self._visit)
 
         with self._changed:
             self._how = Formed(self._how.backend, self._how.limit, self._how.options)
@@ -143,15 +153,16 @@ class Presence:
         self._how.form(store, called.rank, called.world)
         self._times[2] = time.monotonic()
 
-    def _find(self, host: str, port: int) -> Any:
-        """The store of the one with whom all meet, unless that one is lost."""
+    def _find(self, address: str) -> Visit:
+        """The one with whom all meet, unless that one is lost."""
         deadline = time.monotonic() + _MEET.total_seconds()
         while self.lost is None:
             try:
-                return dist.TCPStore(host.strip("[]"), port, is_master=False, timeout=_TRY)
-            except dist.DistNetworkError:
+                return Visit(address, _MEET)
+            except OSError as error:
                 if time.monotonic() > deadline:
-                    raise
+                    raise ConnectionError(f"nobody is to be found at {address}: {error}") from error
+                time.sleep(_LOOK_AGAIN_S)
         raise ConnectionError("the view ended before it began")
 
     def is_by_loss(self, error: BaseException) -> bool:
