@@ -204,7 +204,7 @@ class Injector:
         folders = self._watched.folders(act.who, act.wipe) if act.wipe else []
         now, met = time.time(), ""
         if act.do == "kill":
-            self._tree.kill(pids)
+            now = self._tree.kill(pids)
         elif act.do == "flip":
             flip(self._files(act), act.bits, self._random)
         elif act.do != "wipe":

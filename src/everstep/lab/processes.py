@@ -59,9 +59,10 @@ class Tree:
                 except ProcessLookupError:
                     pass  # it has just ended by itself
 
-    def kill(self, pids: Collection[int]) -> None:
-        """Until they are gone."""
+    def kill(self, pids: Collection[int]) -> float:
+        """Until they are gone. When that was."""
         self.signal(pids, signal.SIGKILL)
+        killed = time.time()
         deadline = time.monotonic() + _GONE_S
         while any(process_alive(pid) for pid in pids):
             self.bury()
@@ -69,6 +70,7 @@ class Tree:
                 left = sorted(pid for pid in pids if process_alive(pid))
                 raise EverstepError(f"processes {left} did not end within {_GONE_S:g} s of SIGKILL")
             time.sleep(_LOOK_S)
+        return killed
 
     def limit_files(self, pids: Collection[int], size: int | None) -> None:
         """No file may grow beyond so many bytes, as on a disk that is full; None: as before."""
