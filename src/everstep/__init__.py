@@ -39,7 +39,8 @@ testing.py      the promises of a tier, as a suite that anybody can run
 lab/            what if: who fails when                 scenario trace failures
 lab/            and what a real run would decide then   rhythm holdings lifetime simulation outcome picture
 lab/            and what losses do to a model           mishaps trial lessons workers accuracy curves
-lab/            the same on real processes              injections processes watching damage injector verdict
+lab/            the same on real processes              injections processes watching injector verdict
+lab/            what is done to them                    damage connections
 lab/            both ways, side by side                 agreement
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -148,3 +149,14 @@ def _let_be_a_child(signals: Signals | None, old: Mapping[int, Any]) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, old[signal.SIGTERM])
     _let_through(signals)
+
+
+@contextmanager
+def heard_by(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Ctrl-C, and being asked to end, both mean this for a while."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from lives import live, must_finish, run_directory, train_log
-from said import Cli, Said
+from said import Cli, Said, die_at_five
 
-import everstep
 from everstep.cli import main
 
 
@@ -30,14 +28,6 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Said(int(leaving.value.code or 0), said.out, said.err)
 
     return run
-
-
-def die_at_five(run: everstep.Run) -> None:
-    if run.step == 3:
-        run.wait()
-    if run.step == 5:
-        run.wait("sealed")
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

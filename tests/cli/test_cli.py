@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from lives import digest, live, must_finish, run_directory, tiny, train_tiny
-from said import Cli
+from said import Cli, die_at_five
 from torch import nn
 
 import everstep
@@ -73,14 +73,6 @@ def alive(finished: Path) -> dict[str, Any]:
 def copy(finished: Path, tmp_path: Path) -> Path:
     """The finished run, to be damaged."""
     return Path(shutil.copytree(finished, tmp_path / "copy"))
-
-
-def die_at_five(run: everstep.Run) -> None:
-    if run.step == 3:
-        run.wait()
-    if run.step == 5:
-        run.wait("sealed")
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from said import Cli
+from said import Cli, interrupted
 
 from everstep.cli import output
 
@@ -60,39 +58,14 @@ def test_a_person_sees_how_far_it_is_once_it_takes_long(cli: Cli, monkeypatch: p
 
 def test_a_process_that_is_interrupted_leaves_what_it_has(tmp_path: Path) -> None:
     """The real signal, in the middle of it."""
-    words = ["lab", "accuracy", "--workers", "2", "--steps", "10", "--seeds", "1000", "--json", "--out", str(tmp_path)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _TOLD, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    told = 0
-    while told < 2:  # the first of two has been taken in when the second is told
-        line = process.stderr.readline()
-        assert line, "it ended by itself"
-        told += "trained one" in line
-    os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    found = json.loads(out)
+    words = ("lab", "accuracy", "--workers", 2, "--steps", 10, "--seeds", 1000, "--json", "--out", tmp_path)
+    said = interrupted("accuracy", "_Training", *words)
+    assert said.code == 130
+    found = said.json
     assert 1 <= found["done"] < found["of"] == 7000
     assert json.loads((tmp_path / "result.json").read_text()) == found
     assert {row["strategy"] for row in csv.DictReader((tmp_path / "curves.csv").open())} >= {"undisturbed"}
     assert (tmp_path / "accuracy.svg").exists()
-
-
-_TOLD = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from everstep.cli import main
-from everstep.lab import accuracy
-class Told(accuracy._Training):
-    def run(self):
-        found = super().run()
-        print("trained one", file=sys.stderr, flush=True)
-        return found
-accuracy._Training = Told
-main()
-"""
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from said import Cli
+from said import Cli, interrupted
 
 from everstep.lab import simulation
 from everstep.lab.lifetime import Lifetime
@@ -109,35 +106,11 @@ def test_what_is_done_when_somebody_interrupts_can_be_read(
     assert said.code == 130 and "two strategies: 0 runs of 6, interrupted" in said.out
 
 
-def test_a_process_that_is_interrupted_leaves_what_it_has(scenario: Path, tmp_path: Path) -> None:
+def test_a_process_that_is_interrupted_leaves_what_it_has(scenario: Path) -> None:
     """The real signal, in the middle of it."""
-    command = [sys.executable, "-c", _SLOW, "simulate", str(scenario), "--seeds", "100000", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    told = 0
-    while told < 2:  # the first of two has been taken in when the second is told
-        line = process.stderr.readline()
-        assert line, "it ended by itself"
-        told += "simulated one" in line
-    os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert json.loads(out)["runs"] >= 1
-
-
-_SLOW = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from everstep.cli import main
-from everstep.lab import simulation
-class Told(simulation.Lifetime):
-    def run(self):
-        found = super().run()
-        print("simulated one", file=sys.stderr, flush=True)
-        return found
-simulation.Lifetime = Told
-main()
-"""
+    said = interrupted("simulation", "Lifetime", "simulate", scenario, "--seeds", 100000, "--json")
+    assert said.code == 130
+    assert said.json["runs"] >= 1
 
 
 @pytest.mark.parametrize(

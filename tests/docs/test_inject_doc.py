@@ -31,13 +31,21 @@ def test_every_option_that_is_named_exists() -> None:
     assert set(re.findall(r"`(--[a-z]+)", TEXT)) <= options_of("inject")
 
 
-def test_the_scenarios_can_be_played_both_ways_and_are_those_in_the_table() -> None:
-    files = sorted((ROOT / "examples/inject").glob("*.toml"))
-    assert len(files) == 4
-    for file in files:
-        assert load_inject(file)[1] == agreement._whole(str(file))
-        title = agreement._whole(str(file)).title
-        assert title in TEXT.replace("\n", " ")
+def test_the_scenarios_can_be_played_both_ways_and_are_those_in_the_table(tmp_path: Path) -> None:
+    folder = ROOT / "examples/inject"
+    shown = re.search(r"examples/inject/\{([a-z,]+)\}\.toml --simulate", TEXT)
+    assert shown is not None
+    names = shown[1].split(",")
+    assert sorted(path.stem for path in folder.glob("*.toml")) == sorted([*names, "cut"])
+    for scenario in agreement.planned([str(folder / f"{name}.toml") for name in names], tmp_path).values():
+        assert f"│ {scenario.title} " in TEXT
+
+
+def test_the_act_that_is_shown_alone_is_that_of_the_file() -> None:
+    acts = load_inject(ROOT / "examples/inject/cut.toml")[0].acts
+    assert "examples/inject/cut.toml" in TEXT
+    for act in acts:
+        assert re.search(str(act).replace("any", r"\d") + r": \d+ connections", TEXT)
 
 
 def test_the_bound_is_that_of_the_code() -> None:

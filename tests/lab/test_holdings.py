@@ -93,6 +93,6 @@ def test_each_kind_of_loss_is_survived_by_what_is_made_for_it() -> None:
 
 
 def test_a_node_and_its_partner_are_one_loss_too_many() -> None:
-    (partner,) = begin_life(SCENARIO, SCENARIO.strategies[0], LIKE_ALL, number=0, step=0).holders[3]
+    (partner,) = begin_life(SCENARIO, SCENARIO.strategies[0], LIKE_ALL, number=0, step=0).protection.holders[3]
     alone, both = lost("partner", "node", {3}), lost("partner", "node", {3, partner})
     assert alone[1] > both[1] and both[2] == ["shared"]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lives import must_finish, run_directory, train_tiny
+from made_up import made, played, started, step
 from tables import table
 
-from everstep.errors import BadConfig
-from everstep.events import AnyEvent, Started, WentOn
-from everstep.lab import agreement, injector, verdict
+from everstep.errors import BadConfig, EverstepError
+from everstep.events import AnyEvent, WentOn
+from everstep.lab import injector, verdict
+from everstep.lab.damage import flip
 from everstep.lab.injections import Injection
-from everstep.lab.rhythm import rhythm_of
 from everstep.lab.scenario import load_inject, scenario_of
-from everstep.lab.watching import Done, Member, Reached
-from everstep.timeline import Kind
+from everstep.lab.watching import Member, Reached
 
 KILL: dict[str, Any] = {"do": "kill", "rank": 1, "step": 40}
 
@@ -30,7 +32,7 @@ def acts(*changed: dict[str, Any], **inject: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("act", "named"),
     [
-        ({"do": "cut", "rank": 1, "step": 3}, "inject.acts[0].do = 'cut' must be one of kill, stop, slow, wipe"),
+        ({"do": "burn", "rank": 1, "step": 3}, "inject.acts[0].do = 'burn' must be one of kill, stop, slow, cut"),
         ({"do": "kill", "step": 3}, "inject.acts[0].rank is missing; it must be a rank or 'any'; or say node"),
         ({**KILL, "node": "a"}, "inject.acts[0].node = 'a' must be left out: rank says already whom"),
         ({**KILL, "rank": -1}, "inject.acts[0].rank = -1 must be a rank from 0, or 'any'"),
@@ -89,6 +91,7 @@ def test_acts_read_as_what_they_do() -> None:
         Injection(do="flip", target="rank", who="2", step=1, file="log", bits=2),
         Injection(do="stop", target="rank", who="any", step=1, for_s=2.5),
         Injection(do="fill", target="node", who="a", step=1),
+        Injection(do="cut", target="keeper", who="a", step=1, for_s=3.0),
     ]
     assert [str(one) for one in said] == [
         "kill node a, wipe its memory and disk",
@@ -96,6 +99,7 @@ def test_acts_read_as_what_they_do() -> None:
         "flip 2 bits of a log of rank 2",
         "stop rank any for 2.5 s",
         "fill the disk of node a",
+        "cut keeper a off for 3 s",
     ]
 
 
@@ -143,10 +147,6 @@ def test_failures_are_drawn_by_the_seed_and_are_what_the_simulator_draws(monkeyp
 # -- the verdict
 
 
-def started(time: float, rank: int, step: int, source: str = "memory", pid: int = 0) -> Started:
-    return Started(time=time, rank=rank, world=2, pid=pid or 10 + rank, step=step, source=source)
-
-
 def test_a_life_is_over_when_a_rank_begins_again_and_says_how_it_began() -> None:
     events: list[AnyEvent] = [
         started(1.0, 0, 0, "nothing"), started(1.2, 1, 0, "nothing"), started(5.0, 1, 7), started(5.1, 0, 7),
@@ -162,22 +162,6 @@ def test_a_life_is_over_when_a_rank_begins_again_and_says_how_it_began() -> None
     assert lives[2].pids == {0: 10, 1: 99}
 
 
-class Told:
-    """What a run would have told and noted."""
-
-    def __init__(self, events: list[AnyEvent], steps: list[Done]) -> None:
-        self.events, self.spans = lambda: events, lambda kind: steps
-
-
-def step(rank: int, pid: int, number: int, end: float) -> Done:
-    return Done(Kind.STEP, rank, pid, number, end - 0.5, end)
-
-
-def made(act: Injection, time: float, reached: int) -> injector.Made:
-    ends = act.do == "kill" and act.target != "keeper"
-    return injector.Made(act=act, time=time, reached=Reached(reached, time - 0.05), ends_lives=ends)
-
-
 def test_steps_lost_and_the_next_step_are_counted_from_the_act() -> None:
     kill = Injection(do="kill", target="rank", who="1", step=9)
     events: list[AnyEvent] = [
@@ -189,11 +173,7 @@ def test_steps_lost_and_the_next_step_are_counted_from_the_act() -> None:
     steps = [step(0, 10, 9, 9.5), step(1, 11, 9, 9.6), step(0, 10, 10, 10.2),  # this one was finished all the same
              step(0, 20, 8, 16.0), step(1, 21, 8, 16.5), step(0, 20, 9, 17.0)]  # fmt: skip
     stop = Injection(do="stop", target="rank", who="0", step=8, for_s=1.0)
-    played = injector.Played(
-        began=0.0, ended=20.0, code=0, why_ended="", unmade=(), watched=Told(events, steps),  # type: ignore[arg-type]
-        made=(made(stop, 9.0, 8), made(kill, 10.0, 9), made(kill, 10.1, 9)),
-    )  # fmt: skip
-    found = verdict.judge(played, (None, "not compared"))
+    found = verdict.judge(played(events, steps, made(stop, 9.0, 8), made(kill, 10.0, 9), made(kill, 10.1, 9)))
     stopped, killed, again = found.fates
     assert (stopped.steps_lost, stopped.went_on) == (0, "training stayed")
     assert stopped.next_step_s == pytest.approx(0.6)
@@ -203,14 +183,24 @@ def test_steps_lost_and_the_next_step_are_counted_from_the_act() -> None:
     assert found.is_well and found.steps == 10
 
 
+def test_a_life_answers_the_last_act_that_training_did_not_go_on_after() -> None:
+    events: list[AnyEvent] = [started(1.0, 0, 0), started(15.0, 0, 9, pid=20)]
+    steps = [step(0, 10, 9, 9.5), step(0, 20, 10, 16.0)]
+    stop = Injection(do="stop", target="rank", who="0", step=8, for_s=0.1)
+    cut = Injection(do="cut", target="rank", who="0", step=9)
+    found = verdict.judge(played(events, steps, made(stop, 9.0, 8), replace(made(cut, 10.0, 9), met="2 connections")))
+    assert [one.went_on for one in found.fates] == ["training stayed", "restart, from memory, at step 9"]
+    assert [one.what for one in found.fates] == ["stop rank 0 for 0.1 s", "cut rank 0 off: 2 connections"]
+    hung = verdict.judge(played(events, steps[1:], made(stop, 9.0, 8), made(cut, 10.0, 8)))
+    assert [one.went_on for one in hung.fates] == ["restart, from memory, at step 9"] * 2
+    failed = verdict.judge(played(events[:1], steps[:1], made(cut, 10.0, 9), code=1))
+    assert failed.fates[0].went_on == "nobody went on"
+
+
 def test_nobody_going_on_is_said_and_is_not_well() -> None:
     kill = Injection(do="kill", target="node", who="a", step=9)
-    played = injector.Played(
-        began=0.0, ended=20.0, code=1, why_ended="", unmade=(),
-        watched=Told([started(1.0, 0, 0), started(1.0, 1, 0)], [step(0, 10, 9, 10.5)]),  # type: ignore[arg-type]
-        made=(made(kill, 10.0, 9),),
-    )  # fmt: skip
-    found = verdict.judge(played, (None, ""))
+    events: list[AnyEvent] = [started(1.0, 0, 0), started(1.0, 1, 0)]
+    found = verdict.judge(played(events, [step(0, 10, 9, 10.5)], made(kill, 10.0, 9), code=1))
     assert (found.fates[0].went_on, found.fates[0].next_step_s) == ("nobody went on", None)
     assert not found.is_well and found.command == "ended with exit code 1"
 
@@ -229,32 +219,13 @@ def test_one_bit_in_one_tensor_or_one_value_is_not_exact() -> None:
     assert verdict._same(float("nan"), float("nan")) and not verdict._same(1, 1.0)
 
 
-# -- simulated beside real
+# -- bits
 
 
-def test_the_same_acts_on_a_virtual_clock_lose_what_the_disk_did_not_have() -> None:
-    values = table(
-        cluster={"nodes": 1, "gpus_per_node": 2, "repair": 0}, failures=[],
-        strategies=[{"kind": "snapshot", "protect": "none", "disk_every": 20}],
-    )  # fmt: skip
-    scenario = scenario_of(values)
-    assert {way.source: way.every for way in rhythm_of(scenario, scenario.strategies[0], 1).ways}["disk"] == 20
-    real = agreement.Measured(
-        steps=100, step_s=0.1, state_bytes=10**7, copy_s=0.01, disk_bytes_per_s=1e9, restart_s=3.0, wasted_s=0.0,
-        steps_lost=0,
-    )  # fmt: skip
-    kill = Injection(do="kill", target="rank", step=1)
-    reboot = Injection(do="kill", target="node", step=1, wipe=("memory",))
-    lost = Injection(do="kill", target="node", step=1, wipe=("memory", "disk"))
-
-    def simulated(*struck: tuple[Injection, int]) -> tuple[int, float, int]:
-        outcome = agreement.simulated(scenario, [made(act, 0.05, at) for act, at in struck], real)
-        wasted_s = sum(seconds for cause, seconds in outcome.wasted_s.items() if cause != "stall")
-        return outcome.steps_lost, wasted_s, outcome.steps
-
-    assert simulated((kill, 30)) == (0, pytest.approx(3.1, abs=0.05), 100)
-    assert simulated((reboot, 55)) == (15, pytest.approx(4.6, abs=0.1), 100)
-    assert simulated((lost, 25)) == (25, pytest.approx(5.6, abs=0.1), 100)
-    assert simulated((kill, 15), (reboot, 30), (reboot, 50)) == (20, pytest.approx(11.3, abs=0.2), 100)
-    with pytest.raises(BadConfig, match="only the deaths of ranks and nodes"):
-        agreement._kind(Injection(do="stop", target="rank", step=1))
+def test_as_many_bits_turn_as_are_asked_for_and_no_more_than_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "commit"
+    path.write_bytes(bytes(2))
+    flip([path], 16, random.Random(0))
+    assert path.read_bytes() == b"\xff\xff"
+    with pytest.raises(EverstepError, match="17 bits cannot turn in 2 bytes"):
+        flip([path], 17, random.Random(0))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from everstep.archive import open as open_run
-from everstep.cli.output import Json, human_seconds, print_json, print_table
+from everstep.cli.output import INTERRUPTED, Json, human_bytes, human_seconds, print_json, print_table
 from everstep.errors import BadConfig
 
 if TYPE_CHECKING:
-    from everstep.lab.agreement import Agreement
+    from everstep.lab.agreement import Agreement, Calibration
     from everstep.lab.verdict import Fate, Verdict
 
-_INTERRUPTED = 130
 _DIFFERS = 4
 
 
@@ -35,7 +35,7 @@ def command(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Start a command, and kill, stop, slow down, wipe, flip bits or fill the disk as the scenario says.
+    """Start a command, and kill, stop, slow down, cut off, wipe, flip bits or fill the disk as the scenario says.
 
     Only processes that came of the command are touched. Afterwards: what was done when, steps lost, how long until the
     next step, exact or not. Exit code 0 if the command ended well and all was done to it; 4 if its end is not the
@@ -55,14 +55,14 @@ def command(
         return
     if count > 1:
         raise BadConfig(f"one scenario at a time, not {', '.join(words[:count])}; --simulate takes several")
-    from everstep.lab.injector import INTERRUPTED, Injector
-    from everstep.lab.verdict import compare, judge
+    from everstep.lab.injector import Injector
+    from everstep.lab.verdict import NOT_COMPARED, compare, judge
 
     inject, scenario = load_inject(words[0])
     places = [directory.absolute() for directory in directories]
     started = [word.replace("{dir}", str(places[0])) for word in words[count:]]
     played = Injector(started, inject, scenario, places, to_stderr=json).play()
-    compared: tuple[bool | None, str] = (None, "not compared")
+    compared = NOT_COMPARED
     if reference is not None and played.code is not None:
         compared = compare(places[0], reference)
     verdict = judge(played, compared)
@@ -70,8 +70,8 @@ def command(
         print_json(verdict)
     else:
         _tell(verdict)
-    if played.why_ended == INTERRUPTED:
-        raise typer.Exit(_INTERRUPTED)
+    if played.is_interrupted:
+        raise typer.Exit(INTERRUPTED)
     if verdict.exact is False:
         raise typer.Exit(_DIFFERS)
     raise typer.Exit(0 if verdict.is_well and (reference is None or verdict.exact) else 1)
@@ -96,25 +96,43 @@ def _row(fate: Fate) -> list[str]:
     return [f"{fate.after_s:.1f} s", step, fate.what, str(fate.steps_lost), following, fate.went_on]
 
 
-def _both_ways(scenarios: list[str], command: list[str], directories: list[Path], json: bool) -> None:
-    from everstep.lab.agreement import agree
+def _both_ways(names: list[str], command: list[str], directories: list[Path], json: bool) -> None:
+    from everstep.lab.agreement import agree, calibrate, planned
 
     if len(directories) != 1 or not any("{dir}" in word for word in command):
         raise BadConfig("--simulate needs one --dir, for a run of each scenario in it, and {dir} in the command")
-    found, is_interrupted = list["Agreement"](), False
+    folder = directories[0].absolute()
+    scenarios = planned(names, folder)
+    calibration, found, is_interrupted = None, list["Agreement"](), False
     try:
-        for one in agree(scenarios, command, directories[0].absolute()):
-            found.append(one)  # one by one: what is there stays when somebody interrupts
+        calibration = calibrate(command, folder)
+        for one in agree(scenarios, command, calibration):
+            found.append(one)  # one by one: what is there stays when it does not come to the end
     except KeyboardInterrupt:
         is_interrupted = True
+    finally:
+        _tell_both(calibration, found, json)
+    raise typer.Exit(INTERRUPTED if is_interrupted else 0 if all(one.agrees for one in found) else 1)
+
+
+def _tell_both(calibration: Calibration | None, found: list[Agreement], json: bool) -> None:
     if json:
-        print_json(found)
-    else:
-        rows = [
-            [one.scenario, f"{one.real_lost}", f"{one.simulated_lost}", f"{one.real_wasted_s:.2f} s",
-             f"{one.simulated_wasted_s:.2f} s", f"{one.off:+.0%}", one.says]
-            for one in found
-        ]  # fmt: skip
-        columns = ["scenario", "steps lost", "simulated", "wasted", "simulated", "off by", ""]
-        print_table(columns, rows)
-    raise typer.Exit(_INTERRUPTED if is_interrupted else 0 if all(one.agrees for one in found) else 1)
+        scenarios = [{**asdict(one), "off": one.off, "agrees": one.agrees} for one in found]
+        print_json({"calibration": calibration, "scenarios": scenarios})
+        return
+    if calibration is None:
+        print("not measured: the run that measures the machine did not come to its end")
+        return
+    disk = calibration.disk_bytes_per_s
+    written = "nothing was written" if disk is None else f"the disk took {human_bytes(int(disk))}/s"
+    print(
+        f"measured: {calibration.steps} steps of {calibration.step_s * 1000:.1f} ms, "
+        f"{human_bytes(calibration.state_bytes)} copied in {calibration.copy_s * 1000:.1f} ms, {written}, "
+        f"a restart took {calibration.restart_s:.2f} s"
+    )
+    rows = [
+        [one.scenario, f"{one.real_lost}", f"{one.simulated_lost}", f"{one.real_wasted_s:.2f} s",
+         f"{one.simulated_wasted_s:.2f} s", f"{one.off:+.0%}", "" if one.agrees else "they do not agree"]
+        for one in found
+    ]  # fmt: skip
+    print_table(["scenario", "steps lost", "foretold", "wasted", "foretold", "off by", ""], rows)

@@ -12,7 +12,6 @@ import typer
 
 from everstep.cli.output import INTERRUPTED, Json, bar, print_json, print_table, to_json
 from everstep.lab.mishaps import Place
-from everstep.lab.outcome import Estimate
 from everstep.lab.trial import INTERVALS, LAYERS, MOST, WAYS, Costs, Trained, Trial, Verdict, judge
 
 _FAILURES = 3  # that are drawn if nobody says anything
@@ -121,14 +120,10 @@ def _tell(trial: Trial, found: Sequence[Trained], json: bool) -> None:
 
 def _row(one: Verdict) -> list[str]:
     return [
-        one.strategy, _share(one.accuracy), _share(one.accuracy_change, "+"), f"{one.loss.mean:.4f}",
+        one.strategy, one.accuracy.percent(), one.accuracy_change.percent("+"), f"{one.loss.mean:.4f}",
         f"{one.overhead.mean:.1%}", f"{one.again:,.4g}",
         f"{one.buckets:,.4g} layers\n{one.samples:,.4g} samples" if one.buckets else "", f"{one.exact} of {one.seeds}",
     ]  # fmt: skip
-
-
-def _share(estimate: Estimate, sign: str = "") -> str:
-    return f"{estimate.mean:{sign}.2%}" + ("" if estimate.within is None else f" ± {estimate.within:.2%}")
 
 
 def _write(folder: Path, trial: Trial, found: Sequence[Trained]) -> None:

@@ -14,7 +14,7 @@ from everstep.cli.output import INTERRUPTED, Json, bar, human_bytes, print_json,
 from everstep.errors import BadConfig
 
 if TYPE_CHECKING:
-    from everstep.lab.outcome import Estimate, Outcome, Summary
+    from everstep.lab.outcome import Outcome, Summary
     from everstep.lab.scenario import Scenario
 
 _FIXED = (
@@ -95,12 +95,8 @@ def _row(one: Summary, sized: bool) -> list[str]:
     wasted = "\n".join(f"{share.mean:.2%} {cause}" for cause, share in worst if share.mean >= 5e-5)
     went_on = "\n".join(f"{times:,.4g} {policy}" for policy, times in one.recoveries.items())
     written = "\n".join(f"{human_bytes(int(size))} {tier}" for tier, size in one.bytes.items() if size)
-    row = [one.strategy, _share(one.goodput), wasted, f"{one.steps_lost.mean:,.4g}", went_on, written]
+    row = [one.strategy, one.goodput.percent(), wasted, f"{one.steps_lost.mean:,.4g}", went_on, written]
     return [f"{one.gpus:,}", *row] if sized else row
-
-
-def _share(estimate: Estimate) -> str:
-    return f"{estimate.mean:.2%}" + ("" if estimate.within is None else f" ± {estimate.within:.2%}")
 
 
 def _write_csv(path: Path, done: list[Outcome]) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import floor, log10
+from operator import attrgetter
 
 from everstep.lab.outcome import Estimate
-from everstep.lab.picture import LINES
+from everstep.lab.picture import LINES, opening
 from everstep.lab.trial import Point, Trained, Verdict
 
 _WIDTH, _HEIGHT = 1000, 890
@@ -50,37 +51,15 @@ def svg(title: str, verdicts: Sequence[Verdict], found: Sequence[Trained]) -> st
     """Accuracy and loss over time and over steps, in the first seed; below, what accuracy costs, over all seeds."""
     colors = {one.strategy: LINES[number % len(LINES)] for number, one in enumerate(verdicts)}
     first = [one for one in found if one.seed == found[0].seed]
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" ',
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="20" y="26" font-size="16" font-weight="bold">{escape(title)}</text>',
-        *_legend(colors),
-    ]
-    for row, (what, value, says) in enumerate(
-        (("accuracy", _accuracy, _percent), ("loss", _loss, _plain)),
-    ):
-        for column, (axis, place) in enumerate((("time", _time), ("steps", _step))):
+    parts = opening(title, _WIDTH, _HEIGHT, colors)
+    for row, (what, says) in enumerate((("accuracy", _percent), ("loss", _plain))):
+        for column, (axis, place) in enumerate((("time", "time"), ("steps", "step"))):
             name = f"{what} over {axis}" + (" (a step takes 1)" if axis == "time" else "")
-            curves = {one.strategy: _line(one.curve, place, value, axis == "steps") for one in first}
+            curves = {
+                one.strategy: _line(one.curve, attrgetter(place), attrgetter(what), axis == "steps") for one in first
+            }
             parts += _curves(f"{name}, seed {first[0].seed}", curves, colors, 60 + column * 490, 110 + row * 270, says)
     return "\n".join([*parts, *_trade_off(verdicts, colors, 650), "</svg>\n"])
-
-
-def _accuracy(point: Point) -> float:
-    return point.accuracy
-
-
-def _loss(point: Point) -> float:
-    return point.loss
-
-
-def _time(point: Point) -> float:
-    return point.time
-
-
-def _step(point: Point) -> float:
-    return float(point.step)
 
 
 def _line(
@@ -124,15 +103,6 @@ def _trade_off(verdicts: Sequence[Verdict], colors: dict[str, str], top: float) 
             found.append(f'<line {place} stroke="{color}"/>')
         label = f"<title>{escape(one.strategy)}</title>"
         found.append(f'<circle cx="{dot[0]:.1f}" cy="{dot[1]:.1f}" r="5" fill="{color}">{label}</circle>')
-    return found
-
-
-def _legend(colors: dict[str, str]) -> list[str]:
-    found, x = [], 20.0
-    for strategy, color in colors.items():
-        found.append(f'<rect x="{x}" y="44" width="12" height="12" fill="{color}"/>')
-        found.append(f'<text x="{x + 16}" y="54">{escape(strategy)}</text>')
-        x += 40 + 6.2 * len(strategy)
     return found
 
 

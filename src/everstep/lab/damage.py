@@ -47,6 +47,8 @@ def flip(files: Sequence[Path], bits: int, rng: random.Random) -> None:
     if not files:
         raise EverstepError("the file was gone when its bits were to turn")
     sizes = [path.stat().st_size for path in files]
+    if bits > 8 * sum(sizes):
+        raise EverstepError(f"{bits} bits cannot turn in {sum(sizes)} bytes")
     for at in rng.sample(range(8 * sum(sizes)), bits):
         number = 0
         while at >= 8 * sizes[number]:

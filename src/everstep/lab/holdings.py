@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from math import inf
 from typing import get_args
 
@@ -29,44 +29,58 @@ _RECORDS: tuple[Source, ...] = ("memory", "partner", "disk")  # where records ca
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Protection:
+    """Who protects whom among those who train together."""
+
+    members: frozenset[int]
+    holders: Mapping[int, tuple[int, ...]]  # of the copies of each
+    wards: Mapping[int, tuple[int, ...]]  # whose copies each has
+    groups: Sequence[tuple[int, ...]]  # of parity
+    group: Mapping[int, tuple[int, ...]]  # that each is in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """Those who train together, and who protects whom among them."""
+    """Those who train together, from one beginning to the next."""
 
     number: int
     begin: int  # the step that it went on from
     seats: tuple[int, ...]
-    holders: Mapping[int, tuple[int, ...]]  # of copies
-    groups: Sequence[tuple[int, ...]]  # of parity
+    protection: Protection
 
     def related(self, seats: Iterable[int]) -> set[int]:
         """These, and whoever is in one boat with them."""
-        found = set(seats)
-        wanted = set(found)
-        found |= {holder for seat in wanted for holder in self.holders.get(seat, ())}
-        found |= {seat for seat, holders in self.holders.items() if wanted.intersection(holders)}
-        found |= {seat for group in self.groups if wanted.intersection(group) for seat in group}
+        of, found = self.protection, set[int]()
+        for seat in seats:
+            found.update((seat,), of.holders.get(seat, ()), of.wards.get(seat, ()), of.group.get(seat, ()))
         return found
 
 
 def begin_life(scenario: Scenario, strategy: Strategy, seats: Sequence[int], *, number: int, step: int) -> Life:
     """The protection of those who are there, as every keeper computes it."""
-    holders, groups = _protection(strategy.protection, strategy.group, scenario.cluster.nodes_per_rack, tuple(seats))
-    return Life(number=number, begin=step, seats=tuple(seats), holders=holders, groups=groups)
+    protection = _protection(strategy.protection, strategy.group, scenario.cluster.nodes_per_rack, tuple(seats))
+    return Life(number=number, begin=step, seats=tuple(seats), protection=protection)
 
 
-@cache
-def _protection(
-    protect: Protect, group: int, per_rack: int, seats: tuple[int, ...]
-) -> tuple[dict[int, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
+@lru_cache(maxsize=16)
+def _protection(protect: Protect, group: int, per_rack: int, seats: tuple[int, ...]) -> Protection:
     places = [NodePlace(node=seat_name(seat), domain=f"rack{seat // per_rack}") for seat in seats]
     number = {seat_name(seat): seat for seat in seats}
+    holders: dict[int, tuple[int, ...]] = {}
+    wards: dict[int, tuple[int, ...]] = {}
+    groups: list[tuple[int, ...]] = []
     if protect == "partner":
         of = partners(places, copies=1).of
-        return {number[node]: tuple(number[holder] for holder in held) for node, held in of.items()}, ()
+        holders = {number[node]: tuple(number[holder] for holder in held) for node, held in of.items()}
+        for seat, held in holders.items():
+            wards |= {holder: (*wards.get(holder, ()), seat) for holder in held}
     if protect == "parity":
         division = parity_groups(places, size=group, losses=1)
-        return {}, tuple(tuple(number[node] for node in one) for one in division.groups)
-    return {}, ()
+        groups = [tuple(number[node] for node in one) for one in division.groups]
+    return Protection(
+        members=frozenset(seats), holders=holders, wards=wards, groups=groups,
+        group={seat: one for one in groups for seat in one},
+    )  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,7 +197,7 @@ class Holdings:
         if self._life is not None and rhythm.has_replica:
             newest = _Kept(step=step, ready_s=now, life=self._life, lost=self._lost_records["memory"])
             holdings += self._parts("memory", newest, seats)
-        shown = len(seats) if self._life is None else len(set(seats).intersection(self._life.seats))
+        shown = len(seats) if self._life is None else len(self._life.protection.members.intersection(seats))
         return Survey(holdings=tuple(holdings), parities=tuple(parities), records=tuple(records)), shown
 
     def _representatives(self) -> list[int]:
@@ -196,7 +210,7 @@ class Holdings:
         chosen: set[int] = set()
         for life in lives.values():
             for lost in losses:
-                mine = lost.intersection(life.seats)
+                mine = lost & life.protection.members
                 if len(mine) < len(life.seats):  # what all have lost makes nobody different
                     chosen |= life.related(mine)
         for life in lives.values():
@@ -210,8 +224,8 @@ class Holdings:
         return frozenset(seat for seat, since in self._since[source].items() if since > oldest)
 
     def _ranks(self, life: Life, seats: Collection[int]) -> dict[int, int]:
-        members = set(life.seats)
-        return {seat: rank for rank, seat in enumerate(seat for seat in seats if seat in members)}
+        there = life.protection.members
+        return {seat: rank for rank, seat in enumerate(seat for seat in seats if seat in there)}
 
     def _bytes(self, life: Life) -> int:
         return max(1, self._scenario.training.state // len(life.seats))
@@ -231,14 +245,14 @@ class Holdings:
         own: Source = "memory" if source in ("partner", "parity") else source
         found = [part(seat, own, seat) for seat in ranks if seat not in one.lost]
         if source == "partner":
-            held = ((seat, holder) for seat in ranks for holder in one.life.holders.get(seat, ()))
+            held = ((seat, holder) for seat in ranks for holder in one.life.protection.holders.get(seat, ()))
             found += [part(seat, "partner", holder) for seat, holder in held if holder not in one.lost]
         return found
 
     def _parities(self, one: _Kept, seats: Collection[int]) -> list[ParityHolding]:
         ranks, size = self._ranks(one.life, seats), self._bytes(one.life)
         found = []
-        for group in one.life.groups:
+        for group in one.life.protection.groups:
             if any(seat not in ranks for seat in group):
                 continue  # of those who are not shown
             members = tuple(
@@ -277,7 +291,7 @@ class Holdings:
         for seat in ranks:
             add(seat, "memory", seat, step, RING_SLOTS)
             add(seat, "disk", seat, step // log.flush * log.flush)
-            for holder in life.holders.get(seat, ()):
+            for holder in life.protection.holders.get(seat, ()):
                 add(seat, "partner", holder, step - log.partner_lag)
             add(seat, "shared", seat, step // log.shared_group * log.shared_group)
         return found

@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from everstep.checked import Table
 from everstep.errors import BadConfig
 
-Deed = Literal["kill", "stop", "slow", "wipe", "flip", "fill"]
+Deed = Literal["kill", "stop", "slow", "cut", "wipe", "flip", "fill"]
 Target = Literal["rank", "node", "keeper"]
 Place = Literal["memory", "disk"]
 FileKind = Literal["base", "manifest", "commit", "log", "memory"]
@@ -17,12 +17,10 @@ FileKind = Literal["base", "manifest", "commit", "log", "memory"]
 ANY = "any"  # of them: drawn with the seed
 _TARGETS: dict[Deed, tuple[Target, ...]] = {
     "kill": ("rank", "node", "keeper"), "stop": ("rank", "node", "keeper"), "slow": ("rank", "node", "keeper"),
+    "cut": ("rank", "node", "keeper"),
     "wipe": ("node",), "flip": ("rank", "node"), "fill": ("node",),
 }  # fmt: skip
-_NO_CUT = (
-    "{deeds}; a connection cannot be cut from outside without privileges: stop a rank or a keeper instead, which is "
-    "the same silence to its peers"
-)
+_LASTING: tuple[Deed, ...] = ("stop", "slow", "cut", "fill")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,7 @@ class Injection:
     step: int | None = None
     into_s: float = 0.0  # so long after that step was cut
     after_s: float | None = None
-    for_s: float | None = None  # None: for good
+    for_s: float | None = None  # None: for good; connections are ended then
     share: float = 0.5  # of its time, that a slow process may run
     wipe: tuple[Place, ...] = ()
     file: FileKind = "base"
@@ -46,6 +44,8 @@ class Injection:
         said = f"{self.do} {self.target} {self.who}"
         if self.do == "slow":
             said += f" to {self.share:.0%}"
+        if self.do == "cut":
+            said += " off"
         if self.do == "flip":
             said = f"flip {self.bits} bit{'s' * (self.bits > 1)} of a {self.file} of {self.target} {self.who}"
         if self.do == "fill":
@@ -81,17 +81,13 @@ def inject_of(table: Table, *, has_failures: bool) -> Inject:
 
 
 def _act(table: Table) -> Injection:
-    deeds = get_args(Deed)
-    try:
-        deed = cast(Deed, table.word("do", among=deeds))
-    except BadConfig:
-        raise table.wrong("do", _NO_CUT.format(deeds=f"one of {', '.join(deeds)}")) from None
+    deed = cast(Deed, table.word("do", among=get_args(Deed)))
     target, who = _target(table, _TARGETS[deed])
     step, after_s = _moment(table)
     found = Injection(
         do=deed, target=target, who=who, step=step, after_s=after_s,
         into_s=table.duration("into", 0.0) if step is not None else 0.0,
-        for_s=table.duration("for", least=1e-3) if deed in ("stop", "slow", "fill") and "for" in table else None,
+        for_s=table.duration("for", least=1e-3) if deed in _LASTING and "for" in table else None,
         share=table.number("share", 0.5, least=0.01, most=0.99) if deed == "slow" else 0.5,
         wipe=_places(table, deed, target),
         file=cast(FileKind, table.word("file", "base", among=get_args(FileKind))) if deed == "flip" else "base",
@@ -115,7 +111,7 @@ def _target(table: Table, targets: Sequence[Target]) -> tuple[Target, str]:
     try:
         return target, str(table.whole("rank"))
     except BadConfig:
-        pass
+        pass  # it may be a word instead
     try:
         return target, table.word("rank", among=(ANY,))
     except BadConfig:

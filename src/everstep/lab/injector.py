@@ -9,21 +9,22 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from everstep.errors import BadConfig, EverstepError
+from everstep.lab.connections import Connections
 from everstep.lab.damage import find_files, flip
 from everstep.lab.failures import Failure, draw
 from everstep.lab.injections import ANY, Inject, Injection, Place
 from everstep.lab.processes import Tree
 from everstep.lab.scenario import Scenario
 from everstep.lab.watching import Member, Reached, Watched
+from everstep.signals import heard_by
 
-INTERRUPTED = "interrupted"
+_INTERRUPTED = "interrupted"
 _TICK_S = 0.005
 _PERIOD_S = 0.1  # of a slow process: it runs for a share of it
 _GRACE_S = 30.0  # for a command that is asked to end
@@ -37,6 +38,7 @@ class Made:
     time: float
     reached: Reached | None  # by all ranks, when it was made
     ends_lives: bool  # whether ranks died of it
+    met: str = ""  # what there was to be done something to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,10 @@ class Played:
     made: tuple[Made, ...]
     unmade: tuple[tuple[Injection, str], ...]  # and why
     watched: Watched
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.why_ended == _INTERRUPTED
 
 
 @dataclass(slots=True)
@@ -75,6 +81,7 @@ class Injector:
         self._why_not: dict[int, str] = {}  # why an act that is due has not been made yet
         self._newest: Reached | None = None  # that is known of
         self._has_drawn = inject.speed is None
+        self._is_interrupted = False
         self._began = time.time()
         self._tree = Tree(words, to_stderr=to_stderr)
         self._watched = Watched(directories, self._tree, self._began)
@@ -82,13 +89,10 @@ class Injector:
     def play(self) -> Played:
         """Until the command ends, nothing moves for too long, or somebody interrupts: then all of it is ended."""
         code, why = None, ""
-        try:
-            with _signals(signal.default_int_handler):
+        with heard_by(self._hear):
+            try:
                 why = self._follow()
-        except KeyboardInterrupt:
-            why = INTERRUPTED
-        finally:
-            with _signals(signal.SIG_IGN):  # whoever asks once more waits until all is ended
+            finally:
                 for one in self._lasting:
                     one.end()
                 code = self._tree.code
@@ -96,14 +100,18 @@ class Injector:
                     self._tree.end(_GRACE_S)
         unmade = [(act, self._why_not.get(id(act), "it never came to that")) for act in self._waiting]
         return Played(
-            began=self._began, ended=time.time(), code=code, why_ended=why, made=tuple(self._made),
+            began=self._began, ended=time.time(), code=code, made=tuple(self._made),
+            why_ended=_INTERRUPTED if self._is_interrupted else why,
             unmade=tuple(self._failed + [one for one in unmade if not one[0].is_drawn]), watched=self._watched,
         )  # fmt: skip
 
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._is_interrupted = True  # what is being done is done first; whoever asks once more waits for the end, too
+
     def _follow(self) -> str:
-        """Why the command is to be ended; empty if it ended by itself."""
+        """Why the command is to be ended; empty if it ended by itself, or somebody interrupted."""
         seen, moved_at = None, time.monotonic()
-        while self._tree.code is None:
+        while self._tree.code is None and not self._is_interrupted:
             self._watched.look()
             reached = self._watched.reached()
             self._newest = reached or self._newest
@@ -193,23 +201,20 @@ class Injector:
     def _do(self, act: Injection) -> Made:
         self._watched.look(now=True)
         pids, ranks = self._pids(act), dict(self._watched.ranks)
-        now, reached = time.time(), self._watched.reached(ranks)
+        folders = self._watched.folders(act.who, act.wipe) if act.wipe else []
+        now, met = time.time(), ""
         if act.do == "kill":
-            folders = self._watched.folders(act.who, act.wipe) if act.wipe else []
-            now = time.time()
-            self._tree.kill(pids)
-            reached = self._watched.reached(ranks)  # they had gone on meanwhile
-            self._watched.wipe(folders)
-            self._watched.look(now=True)
-        elif act.do == "wipe":
-            self._watched.wipe(self._watched.folders(act.who, act.wipe))
+            now = self._tree.kill(pids)
         elif act.do == "flip":
             flip(self._files(act), act.bits, self._random)
-        else:
-            self._begin(act, pids)
-            now, reached = time.time(), self._watched.reached(ranks)  # since then it has not moved
-        self._newest = reached or self._newest
-        return Made(act=act, time=now, reached=self._newest, ends_lives=act.do == "kill" and act.target != "keeper")
+        elif act.do != "wipe":
+            met = self._begin(act, pids)
+            now = time.time()  # since then it has not moved
+        self._watched.wipe(folders)
+        self._newest = self._watched.reached(ranks) or self._newest  # by now: the dead had gone on meanwhile
+        self._watched.look(now=True)
+        ends_lives = act.do == "kill" and act.target != "keeper"
+        return Made(act=act, time=now, reached=self._newest, ends_lives=ends_lives, met=met)
 
     def _files(self, act: Injection) -> list[Path]:
         """Those of the kind that an act is about, of the newest step that has any."""
@@ -222,18 +227,33 @@ class Injector:
 
     # -- for how long
 
-    def _begin(self, act: Injection, pids: set[int]) -> None:
+    def _begin(self, act: Injection, pids: set[int]) -> str:
+        """What goes on for a while. What was met, if that is worth a word."""
+        if act.do == "cut":
+            return self._cut(act, Connections(pids, self._tree))
         if act.do == "fill":
             keepers = {self._watched.keepers[act.who].pid}
             self._tree.limit_files(keepers, 0)
             self._lasting.append(_Lasting(lambda: self._tree.limit_files(keepers, None), _until(act)))
-            return
+            return ""
         self._tree.signal(pids, signal.SIGSTOP)
-        slow = _Slow(self._tree, pids, act.share) if act.do == "slow" else None
         lasting = _Lasting(lambda: self._tree.signal(pids, signal.SIGCONT), _until(act))
-        if slow is not None:
-            lasting.tick = slow.tick
+        if act.do == "slow":
+            lasting.tick = _Slow(self._tree, pids, act.share).tick
         self._lasting.append(lasting)
+        return ""
+
+    def _cut(self, act: Injection, connections: Connections) -> str:
+        try:
+            count = connections.end() if act.for_s is None else connections.silence()
+            if not count:
+                raise EverstepError(f"{act.target} {act.who} has no connection to anybody else")
+        except EverstepError:
+            connections.let_go()
+            raise
+        if act.for_s is not None:
+            self._lasting.append(_Lasting(connections.let_go, _until(act), lambda now: connections.look_again()))
+        return f"{count} connection{'s' * (count > 1)}"
 
     def _go_on(self) -> None:
         now = time.time()
@@ -260,14 +280,3 @@ class _Slow:
         if may_run != self._runs:
             self._tree.signal(self._pids, signal.SIGCONT if may_run else signal.SIGSTOP)
             self._runs = may_run
-
-
-@contextmanager
-def _signals(handler: Any) -> Iterator[None]:
-    """Ctrl-C, and being asked to end, both mean this for a while."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
 
+from everstep.config import Policy
 from everstep.keeper.views import SPARE, Standing, decide
 from everstep.lab.failures import Failure
 from everstep.lab.holdings import Holdings, Way, begin_life
@@ -20,6 +21,13 @@ from everstep.lab.rhythm import Rhythm, rhythm_of
 from everstep.lab.scenario import Scenario, Strategy
 
 Phases = list[tuple[str, float]]  # cause and seconds, one after the other
+
+
+def policy_after(world: int, lost: int, spares: int, policies: Sequence[Policy]) -> Policy:
+    """How those who are left go on. One stands for all of them: how many they are makes no difference to it."""
+    left = [Standing(worker="0", rank=0, address="")] if lost < world else []
+    free = [Standing(worker=f"spare{number}", rank=SPARE, address="") for number in range(min(spares, lost))]
+    return decide(lost + len(left), left, free, policies).policy
 
 
 class Lifetime:
@@ -37,7 +45,7 @@ class Lifetime:
         self._recoveries, self._restored, self._bytes = Counter[str](), Counter[str](), Counter[str]()
         self._series: list[tuple[float, float]] = [(0.0, 0.0)]
         self._rhythms: dict[int, Rhythm] = {}
-        self._standing: list[Standing] = []  # who would stand there after a loss, in the order of seats
+        self._members = frozenset[int]()  # those who sit there
         self._holdings = Holdings(scenario, strategy)
         self._begin_life()
 
@@ -107,10 +115,7 @@ class Lifetime:
     def _begin_life(self) -> None:
         self._lives += 1
         life = begin_life(self._scenario, self._strategy, self._seats, number=self._lives, step=self._step)
-        if len(self._standing) != len(self._seats):
-            self._standing = [
-                Standing(worker=str(rank), rank=rank, address=str(rank)) for rank in range(len(self._seats))
-            ]
+        self._members = life.protection.members
         ready = {way.source: self._now + way.write_s for way in self._rhythm.ways}
         self._holdings.begin(life, self._now, ready)
 
@@ -149,9 +154,9 @@ class Lifetime:
                 heappush(self._backs, repaired if failure.back_s is None else failure.back_s)
         return True
 
-    def _whom(self) -> set[int]:
+    def _whom(self) -> frozenset[int]:
         """Of those who are there, whom the next failure meets."""
-        return set(self._failures[self._at].seats).intersection(self._seats).difference(self._gone())
+        return self._members.intersection(self._failures[self._at].seats).difference(self._gone())
 
     def _gone(self) -> list[int]:
         """Seats whose nodes are gone; the others of an incident only start their processes again."""
@@ -161,9 +166,7 @@ class Lifetime:
         """What follows the present incident, and what is done when it is over."""
         recovery, policies = self._scenario.recovery, self._strategy.on_loss
         self._take_back()
-        left = [one for seat, one in zip(self._seats, self._standing, strict=True) if seat not in self._missing]
-        spares = [Standing(worker=f"spare{n}", rank=SPARE, address="") for n in range(self._spares)]
-        policy = decide(len(self._seats), left, spares, policies).policy
+        policy = policy_after(len(self._seats), len(self._missing), self._spares, policies)
         live = policies[0] != "restart"
         phases: Phases = [("detection", recovery.detect_s if live else recovery.timeout_s)]
         if policy == "forward":

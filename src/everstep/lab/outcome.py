@@ -55,6 +55,10 @@ class Estimate:
         quantile = _STUDENT[max(known)] if freedom < 30 else _NORMAL
         return cls(mean=mean(values), within=quantile * stdev(values) / sqrt(len(values)))
 
+    def percent(self, sign: str = "") -> str:
+        """As a share of the whole."""
+        return f"{self.mean:{sign}.2%}" + ("" if self.within is None else f" ± {self.within:.2%}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:

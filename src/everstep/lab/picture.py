@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from everstep.lab.outcome import CAUSES, Outcome, Summary
@@ -23,13 +23,7 @@ def svg(title: str, summaries: Sequence[Summary], outcomes: Sequence[Outcome]) -
     sized = len({one.nodes for one in summaries}) > 1
     bars_end = _TOP + _ROW * len(summaries)
     height = bars_end + (40 if sized else _GRAPH + 100)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" ',
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="20" y="26" font-size="16" font-weight="bold">{escape(title)}</text>',
-        *_legend(),
-    ]
+    parts = opening(title, _WIDTH, height, _COLORS)
     for row, one in enumerate(summaries):
         name = f"{one.gpus:,} GPUs, {one.strategy}" if sized else one.strategy
         parts += _bar(name, one, _TOP + row * _ROW)
@@ -47,12 +41,19 @@ def page(title: str, summaries: Sequence[Summary], outcomes: Sequence[Outcome]) 
     )
 
 
-def _legend() -> list[str]:
-    found, x = [], 20
-    for cause, color in _COLORS.items():
+def opening(title: str, width: float, height: float, colors: Mapping[str, str]) -> list[str]:
+    """Of a drawing: its size, its title, and which colour means what."""
+    found = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" ',
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="20" y="26" font-size="16" font-weight="bold">{escape(title)}</text>',
+    ]
+    x = 20
+    for name, color in colors.items():
         found.append(f'<rect x="{x}" y="44" width="12" height="12" fill="{color}"/>')
-        found.append(f'<text x="{x + 16}" y="54">{cause}</text>')
-        x += 36 + 7 * len(cause)
+        found.append(f'<text x="{x + 16}" y="54">{escape(name)}</text>')
+        x += 36 + 7 * len(name)
     return found
 
 
@@ -67,8 +68,7 @@ def _bar(name: str, one: Summary, y: float) -> list[str]:
             f"{label}</rect>"
         )
         x += share * wide
-    within = "" if one.goodput.within is None else f" ± {one.goodput.within:.2%}"
-    return [*found, f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 15}">{one.goodput.mean:.2%}{within}</text>']
+    return [*found, f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 15}">{one.goodput.percent()}</text>']
 
 
 def _progress(outcomes: Sequence[Outcome], y: float) -> list[str]:

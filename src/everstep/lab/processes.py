@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from everstep.errors import BadConfig, EverstepError
@@ -42,22 +42,12 @@ class Tree:
     def pids(self) -> set[int]:
         """Of all that came of the command and is alive."""
         children = _children()
-        found, unseen = set[int](), [pid for pid in children.get(os.getpid(), ()) if pid not in self._others]
-        while unseen:
-            pid = unseen.pop()
-            found.add(pid)
-            unseen += children.get(pid, ())
-        return {pid for pid in found if process_alive(pid)}
+        first = [pid for pid in children.get(os.getpid(), ()) if pid not in self._others]
+        return {pid for pid in _families(first, children) if process_alive(pid)}
 
     def with_descendants(self, pids: Collection[int]) -> set[int]:
         """Those of them that came of the command, with all that came of them."""
-        children, ours = _children(), self.pids()
-        found, unseen = set[int](), [pid for pid in pids if pid in ours]
-        while unseen:
-            pid = unseen.pop()
-            found.add(pid)
-            unseen += children.get(pid, ())
-        return found
+        return _families(self.pids().intersection(pids), _children())
 
     def signal(self, pids: Iterable[int], number: int) -> None:
         """To those that came of the command, and to nobody else."""
@@ -69,9 +59,10 @@ class Tree:
                 except ProcessLookupError:
                     pass  # it has just ended by itself
 
-    def kill(self, pids: Collection[int]) -> None:
-        """Until they are gone."""
+    def kill(self, pids: Collection[int]) -> float:
+        """Until they are gone. When that was."""
         self.signal(pids, signal.SIGKILL)
+        killed = time.time()
         deadline = time.monotonic() + _GONE_S
         while any(process_alive(pid) for pid in pids):
             self.bury()
@@ -79,6 +70,7 @@ class Tree:
                 left = sorted(pid for pid in pids if process_alive(pid))
                 raise EverstepError(f"processes {left} did not end within {_GONE_S:g} s of SIGKILL")
             time.sleep(_LOOK_S)
+        return killed
 
     def limit_files(self, pids: Collection[int], size: int | None) -> None:
         """No file may grow beyond so many bytes, as on a disk that is full; None: as before."""
@@ -110,7 +102,7 @@ class Tree:
                 try:
                     os.waitpid(pid, os.WNOHANG)
                 except ChildProcessError:
-                    pass
+                    pass  # somebody else has taken note of it
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -120,6 +112,16 @@ def environment_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(os.fsdecode(word).split("=", 1) for word in words if b"=" in word)
+
+
+def _families(pids: Iterable[int], children: Mapping[int, Sequence[int]]) -> set[int]:
+    """These, and all that came of them."""
+    found, unseen = set[int](), list(pids)
+    while unseen:
+        pid = unseen.pop()
+        found.add(pid)
+        unseen += children.get(pid, ())
+    return found
 
 
 def _children() -> dict[int, list[int]]:

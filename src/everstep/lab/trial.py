@@ -6,7 +6,7 @@ Needs no torch: what is wrong with a trial is said at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import mean
 
 from everstep.errors import BadConfig
@@ -72,8 +72,7 @@ class Trial:
         check_places(self.places, steps=self.steps, workers=self.workers, layers=LAYERS[self.model])
         for interval in self.intervals:
             _check("--interval", interval, 1, MOST["steps"])
-        for name in ("restart", "rollback", "forward", "checkpoint"):
-            cost = getattr(self.costs, name)
+        for name, cost in asdict(self.costs).items():
             if not 0 <= cost <= 1e6:
                 raise BadConfig(f"--{name}-cost must be from 0 to 1000000 steps, not {cost:g}")
 

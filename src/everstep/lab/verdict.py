@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 _UNSEEDED = {"python", "numpy"}  # random states
+Compared = tuple[bool | None, str]  # exact or not, and what there is to say; None: not compared
+NOT_COMPARED: Compared = (None, "not compared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +61,18 @@ class Verdict:
     is_well: bool  # the command ended with 0, and all that was to be done to it was
 
 
-def judge(played: Played, compared: tuple[bool | None, str]) -> Verdict:
+def judge(played: Played, compared: Compared = NOT_COMPARED) -> Verdict:
     events, steps = played.watched.events(), played.watched.spans(Kind.STEP)
     lives = lives_of(events)
-    answers = [life_after(one, played.made, lives) for one in played.made]
-    fates = [_fate(made, life, lives, steps, played.began) for made, life in zip(played.made, answers, strict=True)]
+    answers = [_life_after(one, played.made, lives, steps) for one in played.made]
+    fates = [_fate(made, life, lives, steps, played) for made, life in zip(played.made, answers, strict=True)]
     lost: dict[float, int] = {}
     for fate, life in zip(fates, answers, strict=True):
         if life is not None:
             lost[life.began] = max(lost.get(life.began, 0), fate.steps_lost)
     not_made = [f"{act}: {why}" for act, why in played.unmade]
     return Verdict(
-        command=_ending(played), seconds=played.ended - played.began, steps=max((d.step for d in steps), default=0),
+        command=_ending(played), seconds=played.ended - played.began, steps=max((one.step for one in steps), default=0),
         steps_lost=sum(lost.values()), fates=fates, not_made=not_made, exact=compared[0], compared=compared[1],
         is_well=played.code == 0 and not not_made,
     )  # fmt: skip
@@ -106,44 +108,58 @@ def lives_of(events: Sequence[AnyEvent]) -> list[Life]:
     return found
 
 
-def life_after(made: Made, all_made: Sequence[Made], lives: Sequence[Life]) -> Life | None:
-    """The life that answers an act. One that ends no process has none of its own if a later act ended the life."""
+def _life_after(made: Made, all_made: Sequence[Made], lives: Sequence[Life], steps: Sequence[Done]) -> Life | None:
+    """The life that answers an act. One that ends no process has none of its own if a later act ended the life: one
+    that kills, or one that came when training had gone on after this."""
     life = next((one for one in lives if one.began > made.time), None)
     if life is None or made.ends_lives:
         return life
-    ended = any(other.ends_lives and made.time <= other.time < life.began for other in all_made)
-    return None if ended else life
+    later = [one for one in all_made if one is not made and made.time <= one.time < life.began]
+    next_step_s = _next_step(made, _life_at(made.time, lives), steps)
+    stayed = next_step_s is not None and any(made.time + next_step_s < one.time for one in later)
+    return None if stayed or any(one.ends_lives for one in later) else life
 
 
-def _fate(made: Made, life: Life | None, lives: Sequence[Life], steps: Sequence[Done], began: float) -> Fate:
+def _life_at(time: float, lives: Sequence[Life]) -> Life | None:
+    return next((one for one in reversed(lives) if one.began <= time), None)
+
+
+def _fate(made: Made, life: Life | None, lives: Sequence[Life], steps: Sequence[Done], played: Played) -> Fate:
     step = made.reached.step if made.reached is not None else None
+    next_step_s = (
+        None if life is None and made.ends_lives else _next_step(made, life or _life_at(made.time, lives), steps)
+    )
     if life is not None:
-        lost, went_on = max(0, (step or 0) - life.step), life.how
-    elif made.ends_lives:
-        lost, went_on = 0, "nobody went on"
+        went_on = life.how
+    elif made.ends_lives or (next_step_s is None and played.code != 0):
+        went_on = "nobody went on"
     else:
-        lost, went_on = 0, "training stayed"
-    present = life or next((one for one in reversed(lives) if one.began <= made.time), None)
+        went_on = "training stayed"
     return Fate(
-        what=str(made.act), after_s=made.time - began, step=step, steps_lost=lost, went_on=went_on,
-        next_step_s=None if life is None and made.ends_lives else _next_step(made, present, steps),
+        what=str(made.act) + (f": {made.met}" if made.met else ""), after_s=made.time - played.began, step=step,
+        steps_lost=max(0, (step or 0) - life.step) if life is not None else 0, next_step_s=next_step_s,
+        went_on=went_on,
     )  # fmt: skip
 
 
 def _next_step(made: Made, life: Life | None, steps: Sequence[Done]) -> float | None:
     """Until every rank of a life has finished a step in it after an act."""
-    firsts = []
-    for rank, pid in life.pids.items() if life is not None else ():
-        since = max(made.time, life.starts[rank]) if life is not None else made.time
-        firsts.append(next((d.end for d in steps if (d.rank, d.pid) == (rank, pid) and d.end > since), None))
-    ends = [end for end in firsts if end is not None]
-    return max(ends) - made.time if ends and len(ends) == len(firsts) else None
+    if life is None:
+        return None
+    ends = []
+    for rank, pid in life.pids.items():
+        since = max(made.time, life.starts[rank])
+        end = next((one.end for one in steps if (one.rank, one.pid) == (rank, pid) and one.end > since), None)
+        if end is None:
+            return None
+        ends.append(end)
+    return max(ends) - made.time
 
 
 # -- exact or not
 
 
-def compare(directory: Path, reference: Path) -> tuple[bool | None, str]:
+def compare(directory: Path, reference: Path) -> Compared:
     """The newest checkpoints of two runs: every tensor and every value, bit for bit. None: it could not be done.
 
     But for the random states of Python and NumPy, which differ between any two programs that do not seed them, and for

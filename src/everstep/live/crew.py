@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from everstep.errors import BadConfig, Restart
+from everstep.signals import heard_by
 
 _LOOK_S = 0.05  # between two looks at the processes
 _GRACE_S = 60.0  # for processes that are asked to end
@@ -92,7 +93,7 @@ class Crew:
 
     def work(self) -> int:
         """Until the work is done, or nobody is to start again. The exit code."""
-        with self._ear, _free_port() as port, self._signals():
+        with self._ear, _free_port() as port, heard_by(self._hear):
             self._master = self._master or f"127.0.0.1:{port}"
             try:
                 self._work(self._size)
@@ -221,18 +222,9 @@ class Crew:
             for one in self._members:
                 one.rank = rank if one.number == number else one.rank
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def hear(number: int, frame: FrameType | None) -> None:
-            self._unheard.append(number)
-            self._ends_at = min(self._ends_at, time.monotonic() + _GRACE_S)
-
-        old = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._unheard.append(number)
+        self._ends_at = min(self._ends_at, time.monotonic() + _GRACE_S)
 
     def _pass_on(self, number: int) -> None:
         self._codes.clear()  # of those who were lost before

@@ -60,7 +60,10 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
         Rejection(step=step, source="any", reason=_suspicion(suspects[step])) for step in steps & suspects.keys()
     ]
     rejections += survey.rejections
-    best = max(ways, default=None, key=lambda way: (way[0] not in suspects, *way[0:1], way[1][0], len(groups[way[1]])))
+    best = max(  # of what is as good the same one in every process: ranks plan each for itself
+        ways, default=None,
+        key=lambda way: (way[0] not in suspects, way[0], way[1][0], len(groups[way[1]]), way[1]),
+    )  # fmt: skip
     newest = best[0] if best is not None and best[0] not in suspects else -1
     rejections += [r for r in incomplete if r.step > newest]
     if best is None:

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from rich.filesize import decimal
 
-from everstep.lab.outcome import CAUSES, Estimate, Summary
+from everstep.lab.outcome import CAUSES, Summary
 from everstep.report.figures import LINES, blank
 from everstep.report.markup import cards, drawn, headline, inputs_of, section, table, warning, write_html
 from everstep.report.outcomes import Simulated
@@ -32,9 +32,8 @@ def _parts(simulated: Simulated) -> Iterator[str]:
         note += " Lines: where the mean of infinitely many seeds lies, 95 times of 100."
     yield section("Goodput", note, drawn(_by_size(simulated) if simulated.is_sized else _goodput(simulated)))
     yield section("Wasted time", "What the rest of the time went into, by cause.", drawn(_wasted(simulated)))
-    note = f"What had been wasted until then, in one run of each strategy (seed {_first_seed(simulated)})."
-    if simulated.is_sized:
-        note = f"{note[:-1]} on {gpus[-1]:,} GPUs."
+    where = f" on {gpus[-1]:,} GPUs" if simulated.is_sized else ""
+    note = f"What had been wasted until then, in one run of each strategy (seed {_first_seed(simulated)}){where}."
     yield section("Wasted over time", note, drawn(_over_time(simulated)))
     yield section("Side by side", "Of a run, on the average of its seeds.", _side_by_side(simulated))
     yield section("What the tuner decided", "Each number with its formula and what went into it.", _decided(simulated))
@@ -45,8 +44,8 @@ def _facts(simulated: Simulated) -> dict[str, str]:
     there = [one for one in simulated.summaries if one.gpus == largest]
     best, worst = (choose(there, key=lambda one: one.goodput.mean) for choose in (max, min))
     return {
-        f"goodput of {best.strategy}, the most": _share(best.goodput),
-        f"goodput of {worst.strategy}, the least": _share(worst.goodput),
+        f"goodput of {best.strategy}, the most": best.goodput.percent(),
+        f"goodput of {worst.strategy}, the least": worst.goodput.percent(),
         "failures in a run": _plain(best.failures.mean),
         "hours, the longest run": _plain(max(one.elapsed_s for one in simulated.runs_by_seed) / 3600),
         "nodes": f"{max(one.nodes for one in simulated.summaries):,}",
@@ -56,10 +55,6 @@ def _facts(simulated: Simulated) -> dict[str, str]:
 
 def _plain(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _share(estimate: Estimate) -> str:
-    return f"{estimate.mean:.2%}" + ("" if estimate.within is None else f" ± {estimate.within:.2%}")
 
 
 def _named(one: Summary, simulated: Simulated) -> str:
@@ -79,7 +74,7 @@ def _goodput(simulated: Simulated) -> Any:
     found = simulated.summaries
     figure.add_bar(
         y=[one.strategy for one in found], x=[100 * one.goodput.mean for one in found], orientation="h",
-        marker={"color": "#54a24b"}, text=[_share(one.goodput) for one in found], textposition="inside",
+        marker={"color": "#54a24b"}, text=[one.goodput.percent() for one in found], textposition="inside",
         insidetextanchor="start", error_x=_error(found),
         hovertemplate="%{y}: %{text}<extra></extra>",
     )  # fmt: skip
@@ -156,7 +151,7 @@ def _side_by_side(simulated: Simulated) -> str:
         written = ", ".join(f"{decimal(int(size))} {tier}" for tier, size in one.bytes.items() if size)
         numbers = [f"{one.steps.mean:,.0f}", f"{one.steps_lost.mean:,.4g}", f"{one.failures.mean:,.4g}"]
         rows.append(
-            [_named(one, simulated), _share(one.goodput), *numbers, _times(one.recoveries), _times(one.restored_from),
+            [_named(one, simulated), one.goodput.percent(), *numbers, _times(one.recoveries), _times(one.restored_from),
              written]
         )  # fmt: skip
     return table(columns, rows)
