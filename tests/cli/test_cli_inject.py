@@ -237,6 +237,7 @@ def _halts(pid: int) -> int:
     return seen.count("T")
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_cut_off_for_a_while_goes_on_and_one_whose_connections_end_is_started_again(
     inject: Callable[..., Injected], directory: Path, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def test_only_what_goes_deeper_can_be_cancelled(cluster: Any) -> None:
     results(cluster(1).live(at_step, steps=1))
 
 
+@pytest.mark.soak
 def test_after_sigterm_older_steps_make_way_for_the_last_one(cluster: Any) -> None:
     nodes = cluster(1, 1, wide=WIDE, linger="1s")
     nodes.options["tiers"] = [Shared(str(nodes.root / "lustre"), every=4, rate="3MB/s")]
