@@ -4,6 +4,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 4
 
+# Tests start thousands of processes, each of which would compile all of everstep anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
