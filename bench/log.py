@@ -58,10 +58,10 @@ def bench_durable(scratch: Path, quick: bool) -> dict[str, Any]:
     found = _peers(width, scratch, rounds)
     disk = [everstep.Disk(every=1)]
     found |= _guarded(SNAPSHOT, width, scratch, rounds, strategy="snapshot", tiers=disk)
-    found |= _guarded(DENSE, width, scratch, rounds, strategy="log")
+    found |= _guarded(DENSE, width, scratch, 4 * rounds, strategy="log")
     found |= _guarded(PACKED_LOG, width, scratch, rounds, strategy="log", compress=TopK(RATIO))
     if "replica" in get_args(Strategy):
-        found |= _guarded(REPLICA, width, scratch, rounds, strategy="replica")
+        found |= _guarded(REPLICA, width, scratch, 4 * rounds, strategy="replica")
     return {"parameters": Loop(width).parameters, "rows": found}
 
 

@@ -354,14 +354,19 @@ class Recorder:
         cut_time: float,
         payload: bytes,
     ) -> None:
-        copy_s, began = 0.0, time.monotonic()
+        began = time.monotonic()
+        try:
+            copying = form.record.launch(slot, early, self._copier)
+        finally:  # whatever happened, no update waits for either
+            if form.heavy is not None and large is not None:
+                form.heavy[0].launch(large, [], self._copier)
         if form.heavy is not None and large is not None:
-            copy_s = form.heavy[0].drain(large, [], trees.encode({"step": step}, "state"), self._copier)
+            form.heavy[0].finish(large, trees.encode({"step": step}, "state"))
             self._life.seal(form.heavy[0].arena, large, step=step, cut_time=cut_time)
-        copy_s += form.record.drain(slot, early, payload, self._copier)
+        form.record.finish(slot, payload)
         self._life.seal(form.record.arena, slot, step=step, cut_time=cut_time)
         self._draining.discard(slot)
-        self.recorded_step, self.copy_s = step, copy_s
+        self.recorded_step, self.copy_s = step, time.perf_counter() - copying
         if form.record.leaves_later:
             self._life.moments.mark(Kind.DRAIN, step, began, time.monotonic())
 
@@ -409,20 +414,24 @@ class Recorder:
         for arena in self._left:
             if arena.rank == self._life.topology.rank and arena.kind == kind:
                 self._life.attach(arena)  # so that the keeper writes what is in it before it looks at the new one
+        slots = self._slots_for(kind, base_bytes, layout)
         for arena in self._left:
-            if (arena.kind, arena.layout_digest, arena.slot_bytes) == (kind, layout.digest, layout.total_bytes):
+            is_alike = (arena.kind, arena.layout_digest, arena.slot_bytes) == (kind, layout.digest, layout.total_bytes)
+            if is_alike and len(arena.slots) >= slots:
                 self._left.remove(arena)
                 arena.adopt(layout)
                 self._life.attach(arena)
                 return arena
-        slots = self._life.newest + 2
-        if kind == "log":
-            # Several ranks share a chain: a moment's delay of one keeper should not end it for all.
-            room = max(base_bytes, _SHARED_RING_BYTES if self._life.topology.world > 1 else 0)
-            slots = max(_MIN_SLOTS, min(_MAX_SLOTS, room // layout.total_bytes))
         arena = self._life.make_arena(layout, kind=kind, slots=slots)
         self._life.attach(arena)
         return arena
+
+    def _slots_for(self, kind: ArenaKind, base_bytes: int, layout: ImageLayout) -> int:
+        if kind == "values":  # the newest stay, one is written, one is read
+            return self._life.newest + 2
+        # Several ranks share a chain: a moment's delay of one keeper should not end it for all.
+        room = max(base_bytes, _SHARED_RING_BYTES if self._life.topology.world > 1 else 0)
+        return max(_MIN_SLOTS, min(_MAX_SLOTS, room // layout.total_bytes))
 
     def close(self) -> list[Arena]:
         """Returns the rings, which somebody needs until a base is safe."""

@@ -125,9 +125,8 @@ class Sheet:
                         flat[at:until].copy_(run.memory[at - run.begin : until - run.begin], non_blocking=True)
                         lane.end()
 
-    def drain(self, slot: int, early: list[tuple[int, int]], payload: bytes, copier: Copier) -> float:
-        """The copier thread: everything into the slot that has not left early. Returns the seconds that it took."""
-        flat = self.flats[slot]
+    def launch(self, slot: int, early: list[tuple[int, int]], copier: Copier) -> float:
+        """The copier thread: everything towards the slot that has not left early. Returns when that began."""
         try:
             for lane in self.lanes.values():
                 lane.cut.synchronize()
@@ -139,12 +138,15 @@ class Sheet:
             with copier.changed:
                 self.launched = True
                 copier.changed.notify_all()
-        begin = self.layout.extras_offset
+        return began
+
+    def finish(self, slot: int, payload: bytes) -> None:
+        """The copier thread: the image in the slot is whole."""
+        begin, flat = self.layout.extras_offset, self.flats[slot]
         room = struct.pack("<Q", len(payload)) + payload
         flat[begin : begin + len(room)] = torch.frombuffer(bytearray(room), dtype=torch.uint8)
         for lane in self.lanes.values():
             lane.drain()
-        return time.perf_counter() - began
 
     def close(self) -> None:
         if self.lanes:
