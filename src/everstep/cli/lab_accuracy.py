@@ -12,7 +12,7 @@ import typer
 
 from everstep.cli.output import INTERRUPTED, Json, bar, print_json, print_table, to_json
 from everstep.lab.mishaps import Place
-from everstep.lab.trial import INTERVALS, LAYERS, MOST, WAYS, Costs, Trained, Trial, Verdict, judge
+from everstep.lab.trial import INTERVALS, LAYERS, MOST, WAYS, Costs, Trained, Trial, Standing, judge
 
 _FAILURES = 3  # that are drawn if nobody says anything
 _COSTS = Costs()
@@ -118,7 +118,7 @@ def _tell(trial: Trial, found: Sequence[Trained], json: bool) -> None:
         print_table(columns, [_row(one) for one in judge(found)])
 
 
-def _row(one: Verdict) -> list[str]:
+def _row(one: Standing) -> list[str]:
     return [
         one.strategy, one.accuracy.percent(), one.accuracy_change.percent("+"), f"{one.loss.mean:.4f}",
         f"{one.overhead.mean:.1%}", f"{one.again:,.4g}",

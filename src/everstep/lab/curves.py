@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from everstep.lab.outcome import Estimate
 from everstep.lab.picture import LINES, opening
-from everstep.lab.trial import Point, Trained, Verdict
+from everstep.lab.trial import Point, Trained, Standing
 
 _WIDTH, _HEIGHT = 1000, 890
 _WIDE, _HIGH = 400, 210  # of a panel
@@ -47,7 +47,7 @@ class _Panel:
         return found
 
 
-def svg(title: str, verdicts: Sequence[Verdict], found: Sequence[Trained]) -> str:
+def svg(title: str, verdicts: Sequence[Standing], found: Sequence[Trained]) -> str:
     """Accuracy and loss over time and over steps, in the first seed; below, what accuracy costs, over all seeds."""
     colors = {one.strategy: LINES[number % len(LINES)] for number, one in enumerate(verdicts)}
     first = [one for one in found if one.seed == found[0].seed]
@@ -85,7 +85,7 @@ def _curves(
     return found
 
 
-def _trade_off(verdicts: Sequence[Verdict], colors: dict[str, str], top: float) -> list[str]:
+def _trade_off(verdicts: Sequence[Standing], colors: dict[str, str], top: float) -> list[str]:
     """A dot for each strategy, with its intervals of confidence."""
     ends = [_ends(one.overhead) for one in verdicts], [_ends(one.accuracy_change) for one in verdicts]
     x, y = (_span([end for pair in axis for end in pair], 0.1) for axis in ends)

@@ -146,7 +146,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Standing:
     """One strategy over its seeds. Changes are from the undisturbed training of the same seed."""
 
     strategy: str
@@ -170,7 +170,7 @@ def _check(name: str, value: int, least: int, most: int) -> None:
         raise BadConfig(f"{name} must be from {least} to {most}, not {value}")
 
 
-def judge(found: Iterable[Trained]) -> list[Verdict]:
+def judge(found: Iterable[Trained]) -> list[Standing]:
     """In the order in which they came."""
     groups: dict[str, list[Trained]] = {}
     for one in found:
@@ -178,9 +178,9 @@ def judge(found: Iterable[Trained]) -> list[Verdict]:
     return [_verdict(group, groups[UNDISTURBED]) for group in groups.values()]
 
 
-def _verdict(group: list[Trained], undisturbed: list[Trained]) -> Verdict:
+def _verdict(group: list[Trained], undisturbed: list[Trained]) -> Standing:
     pairs = list(zip(group, undisturbed, strict=False))  # of the same seeds; the last may have been interrupted
-    return Verdict(
+    return Standing(
         strategy=group[0].strategy, seeds=len(group),
         accuracy=Estimate.of([one.last.accuracy for one in group]),
         accuracy_change=Estimate.of([one.last.accuracy - other.last.accuracy for one, other in pairs]),
