@@ -59,9 +59,9 @@ def train(
 ) -> dict[str, Any]:
     """One rank of one life: times of its steps, and of coming back. `apart`: trainers and keepers share no core."""
     rank = dist.get_rank()
-    cores = sorted(os.sched_getaffinity(0))
+    own, keepers = _cores(rank)
     if apart:
-        _pin(os.getpid(), cores[0])
+        _pin(os.getpid(), own)
     model = model_of(megabytes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     x = torch.randn(_APART_BATCH if apart else 64, model[0].in_features)
@@ -77,7 +77,7 @@ def train(
         first = run.step
     keeper = psutil.Process(_keeper_of(directory)) if run is not None else None
     if apart and keeper is not None:
-        _pin(keeper.pid, cores[-1])
+        _pin(keeper.pid, keepers)
     dist.barrier()
     came_back = time.perf_counter() - began
     times, spent = [], _processor_s(keeper)
@@ -115,6 +115,13 @@ def _keeper_of(directory: Path) -> int:
 
 def _processor_s(process: psutil.Process | None) -> float:
     return sum(process.cpu_times()[:2]) if process is not None else 0.0
+
+
+def _cores(rank: int) -> tuple[int, int]:
+    """Of a trainer and of its keeper: half of them are for trainers. One each, where there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return cores[rank % half], cores[half + rank % half]
 
 
 def _pin(pid: int, core: int) -> None:
@@ -241,7 +248,7 @@ class One:
 def one(count: int, scheme: str, megabytes: float, steps: int, *, apart: bool = False) -> One:
     nodes = Nodes(count)
     try:
-        with _busy(sorted(os.sched_getaffinity(0))[-1]) if scheme == _BUSY else nullcontext():
+        with _busy(_cores(0)[1]) if scheme == _BUSY else nullcontext():
             first = nodes.live(scheme, megabytes, steps, apart=apart)
         step = statistics.median(max(row["times"][i] for row in first) for i in range(len(first[0]["times"])))
         protected = nodes.protected() if SCHEMES.get(scheme) else []
@@ -309,22 +316,30 @@ def more_than_none(count: int, name: str, found: Found) -> float:
 
 
 def apart(repeats: int, steps: int) -> Table:
-    """Two nodes whose trainers have a core, and whose keepers have another: what protection costs training itself."""
+    """Nodes whose trainers have other cores than their keepers: what protection costs training itself."""
+    cores = len(os.sched_getaffinity(0))
+    count = 4 if cores >= 8 else 2
     table = Table(
-        "Trainers on one core, keepers on another: 2 nodes, 24 MB of state", ["scheme", "step, ms", "against none"],
-        note="The trainers' core is the same in all rows. Ratios of neighbouring jobs. A core beside which another one "
-        "copies memory is slower by itself: the second row has nothing of Everstep in it.",
-    )  # fmt: skip
-    names = ("none", _BUSY, "single", "partner", "xor")
+        f"Trainers on cores of their own, keepers on others: {count} nodes on {cores} cores, 24 MB of state",
+        ["scheme", "step, ms", "against none", "against single"],
+        note="The trainers' cores are the same in all rows. Ratios of neighbouring jobs. A core beside which another "
+        "one copies memory is slower by itself: the second row has nothing of Everstep in it. Single: every step is "
+        "captured, by a thread on the trainer's own core, and nothing leaves the node.",
+    )
+    names = ["none", _BUSY, "single", "partner", "xor", *(["rs, 2 losses"] if count > 2 else [])]
     found: dict[str, Stat] = {name: Stat() for name in names}
     for _ in range(repeats + 1):
         for name in names:
-            found[name].values.append(one(2, name, 24.0, steps, apart=True).step_s)
+            found[name].values.append(one(count, name, 24.0, steps, apart=True).step_s)
     for name in names:
-        more = Stat([mine / none - 1 for mine, none in zip(found[name].values, found["none"].values, strict=True)])
-        table.rows.append([name, found[name].text(1000), more.text(100) + " %"])
+        more = [_more(found[name], found[other]).text(100) + " %" for other in ("none", "single")]
+        table.rows.append([name, found[name].text(1000), *more])
         print(*table.rows[-1], flush=True)
     return table
+
+
+def _more(mine: Stat, theirs: Stat) -> Stat:
+    return Stat([one / other - 1 for one, other in zip(mine.values, theirs.values, strict=True)])
 
 
 def rounds() -> Table:
