@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk, Memory
-from everstep.capture.arena import find_arenas
+from everstep.capture.arena import Arena, find_arenas
 from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.keeper.base_writer import BaseWriter
@@ -75,6 +75,30 @@ def test_gc_saves_the_records_of_a_dead_run_and_takes_none_of_them_for_a_state(d
         assert (plan.base, plan.step) == (1, 4)
         result = must_finish(lambda: train_log(directory, tiers=SELDOM))
         assert (result["resumed_from"], result["digest"]) == (4, undisturbed())
+
+
+@pytest.mark.parametrize("operation", ["arena header", "arena gone"])
+def test_a_ring_whose_owner_died_while_making_or_removing_it_does_not_stay_in_memory(operation: str) -> None:
+    """A ring has a name of its own, so nobody makes it again: whoever follows must find it."""
+
+    def dying() -> dict[str, Any]:
+        def before(seen: str) -> None:
+            rings = list((arena_root(None) / run_of(directory)).glob("rank-*-log-*"))
+            if seen == operation and rings:
+                os.kill(os.getpid(), 9)
+
+        Arena.before = staticmethod(before)  # type: ignore[assignment]
+        return train_log(directory, tiers=SELDOM)
+
+    with run_directory() as directory:
+        assert live(lambda: train_log(directory, die_at(2), tiers=SELDOM)).killed
+        shape = next(a for a in find_arenas(arena_root(None), run_of(directory)) if a.kind == "log")
+        os.truncate(Path(shape.place) / "control", 100)  # so that it is not taken over, but made again
+        assert live(dying).killed
+        wrecks = in_memory(directory)
+        assert any("-log-" in name for name in wrecks)
+        assert must_finish(lambda: train_log(directory, tiers=SELDOM))["digest"] == undisturbed()
+        assert in_memory(directory) == []
 
 
 # -- another strategy

@@ -194,6 +194,8 @@ class Arena:
 
     def remove(self) -> None:
         if self.place != MEMFD:
+            (Path(self.place) / "control").unlink(missing_ok=True)  # first: whoever finds the rest knows what it is
+            self.before("arena gone")
             shutil.rmtree(self.place, ignore_errors=True)
 
     def lock(self, *, shared: bool, wait: bool = True) -> bool:
@@ -346,8 +348,24 @@ class Arena:
         self.control[at : at + len(record) + _SUM.size] = _pack(record)
 
 
-def find_arenas(root: Path, run: str, broken: list[str] | None = None) -> Iterator[Arena]:
-    """Every readable arena of a run on this node. Why others cannot be read goes to `broken`, if they ever held any."""
+@dataclass(frozen=True, slots=True)
+class Wreck:
+    """What cannot be read: damaged, or its owner died while making or removing it."""
+
+    folder: Path
+    reason: str
+    was_whole: bool  # it may have held something
+
+    @property
+    def rank(self) -> int:
+        return int(self.folder.name.split("-")[1])
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def find_arenas(root: Path, run: str, wrecks: list[Wreck] | None = None) -> Iterator[Arena]:
+    """Every readable arena of a run on this node; the others go to `wrecks`."""
     try:
         folders = sorted((root / run).glob("rank-*"))
     except FileNotFoundError:
@@ -356,8 +374,8 @@ def find_arenas(root: Path, run: str, broken: list[str] | None = None) -> Iterat
         try:
             arena = Arena.open(folder)
         except (OSError, ValueError) as error:
-            if broken is not None and _was_finished(folder):
-                broken.append(str(error))
+            if wrecks is not None:
+                wrecks.append(Wreck(folder, str(error), _was_finished(folder)))
             continue
         yield arena
 

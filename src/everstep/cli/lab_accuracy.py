@@ -12,7 +12,7 @@ import typer
 
 from everstep.cli.output import INTERRUPTED, Json, bar, print_json, print_table, to_json
 from everstep.lab.mishaps import Place
-from everstep.lab.trial import INTERVALS, LAYERS, MOST, WAYS, Costs, Trained, Trial, Standing, judge
+from everstep.lab.trial import INTERVALS, LAYERS, MOST, WAYS, Costs, Standing, Trained, Trial, judge
 
 _FAILURES = 3  # that are drawn if nobody says anything
 _COSTS = Costs()

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from everstep.lab.outcome import Estimate
 from everstep.lab.picture import LINES, opening
-from everstep.lab.trial import Point, Trained, Standing
+from everstep.lab.trial import Point, Standing, Trained
 
 _WIDTH, _HEIGHT = 1000, 890
 _WIDE, _HIGH = 400, 210  # of a panel

@@ -9,7 +9,7 @@ import msgspec
 import xxhash
 
 from everstep import image
-from everstep.capture.arena import Arena, find_arenas
+from everstep.capture.arena import Arena, Wreck, find_arenas
 from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
@@ -37,10 +37,10 @@ class Sources:
         self.shelves["partner"] = Shelf(guests, run, source="partner", node=self.node, commits=False)
         for source, tier in places.deeper_tiers().items():
             self.shelves[source] = Shelf(tier, run, source=source, node=self.node, everywhere=True)
-        self._broken: list[str] = []
-        found = list(find_arenas(arena_root(memory_path), run, self._broken))
+        self._wrecks: list[Wreck] = []
+        found = list(find_arenas(arena_root(memory_path), run, self._wrecks))
         if memory_path is not None:
-            found += find_arenas(arena_root(None), run, self._broken)
+            found += find_arenas(arena_root(None), run, self._wrecks)
         found += inherited(run)
         self.arenas = [arena for arena in found if arena.kind in ("base", "replica")]
         for arena in self.arenas:
@@ -50,7 +50,7 @@ class Sources:
 
     def survey(self) -> Survey:
         holdings = [holding for arena in self.arenas for holding in self._in_memory(arena)]
-        rejections = [Rejection(step=0, source="memory", reason=reason) for reason in self._broken]
+        rejections = [Rejection(step=0, source="memory", reason=one.reason) for one in self._wrecks if one.was_whole]
         rejections += [rejection for arena in (*self.arenas, *self.rings) for rejection in _torn(arena)]
         records = [one for ring in self.rings if ring.kind == "log" for one in self._in_ring(ring)]
         values = [one for ring in self.rings if ring.kind == "values" for one in self._in_memory(ring)]
@@ -180,13 +180,20 @@ class Sources:
     def left_to(self, place: Topology, *, is_followed: bool) -> tuple[list[Arena], list[Arena]]:
         """The bases and rings that an earlier life of a rank left on this node, or ranks that are no longer here.
 
-        They are the caller's now, and the others are closed. `is_followed`: its replica has a process of its own.
+        They are the caller's now, and the others are closed; what cannot be read of them is removed, after everybody
+        has resumed. `is_followed`: its replica has a process of its own.
         """
 
-        def is_mine(arena: Arena) -> bool:
-            is_own = arena.rank == place.rank and not (is_followed and arena.kind == "replica")
-            return is_own or arena.rank not in place.local_ranks
+        def is_left(rank: int, *, is_replica: bool) -> bool:
+            is_own = rank == place.rank and not (is_followed and is_replica)
+            return is_own or rank not in place.local_ranks
 
+        def is_mine(arena: Arena) -> bool:
+            return is_left(arena.rank, is_replica=arena.kind == "replica")
+
+        for wreck in self._wrecks:
+            if is_left(wreck.rank, is_replica="-replica-" in wreck.folder.name):
+                wreck.remove()
         for arena in (*self.arenas, *self.rings):
             if not is_mine(arena):
                 arena.close()
