@@ -6,6 +6,7 @@ finds is written down for the test that reads it.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -23,7 +24,7 @@ from unittest import mock
 import laid_out
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import everstep
@@ -37,9 +38,10 @@ _forked.set_forkserver_preload(
 
 
 COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv", "reduce",
-    "reduce_scatter", "reduce_scatter_tensor", "scatter", "send", "isend", "irecv", "batch_isend_irecv",
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send",
 )  # fmt: skip
 
 
@@ -62,11 +64,11 @@ class Scene:
     ended: list[dict[str, Any]]
 
 
-def perform(acts: list[Act], directory: Path) -> list[Scene]:
-    """Play all acts, one after the other."""
+def perform(acts: list[Act], directory: Path, module: str = "laid_out") -> list[Scene]:
+    """Play all acts, one after the other, with the models of a module."""
     directory.mkdir(parents=True, exist_ok=True)
     most = max(act.world for act in acts)
-    ranks = [_forked.Process(target=_live, args=(acts, rank, directory)) for rank in range(most)]
+    ranks = [_forked.Process(target=_live, args=(acts, rank, directory, module)) for rank in range(most)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + 240.0
@@ -104,21 +106,21 @@ def _wipe(run: Path) -> None:
         shutil.rmtree(arena_root(None) / everstep.open(run).run, ignore_errors=True)
 
 
-def _live(acts: list[Act], rank: int, directory: Path) -> None:
+def _live(acts: list[Act], rank: int, directory: Path, module: str) -> None:
     torch.set_num_threads(1)
     with open(directory / f"stderr-{rank}", "w") as errors:
         os.dup2(errors.fileno(), 2)
     try:
         for i, act in enumerate(acts):
             if rank < act.world:
-                _play(act, i, rank, directory)
+                _play(act, i, rank, directory, getattr(importlib.import_module(module), act.model))
     except BaseException:
         (directory / f"error-{rank}").write_text(f"rank {rank}, {acts[i]}:\n{traceback.format_exc()}")
         os._exit(1)
     os._exit(0)
 
 
-def _play(act: Act, number: int, rank: int, directory: Path) -> None:
+def _play(act: Act, number: int, rank: int, directory: Path, make: type[nn.Module]) -> None:
     meeting = f"file://{directory}/meeting-{number}"
     if act.kind != "single":
         dist.init_process_group("gloo", meeting, timedelta(seconds=60), rank=rank, world_size=act.world)
@@ -128,7 +130,7 @@ def _play(act: Act, number: int, rank: int, directory: Path) -> None:
         if act.world > 1:
             dist.barrier()
     torch.manual_seed(number)
-    model, optimizer = laid_out.laid_out(act.kind, getattr(laid_out, act.model)())
+    model, optimizer = laid_out.laid_out(act.kind, make())
     began, ended = play(act, rank, directory / act.run, model, optimizer)
     torch.save(began, directory / f"began-{number}-{rank}")
     torch.save(ended, directory / f"ended-{number}-{rank}")
