@@ -59,18 +59,19 @@ def box_at(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int,
     return Box(shape, found[0], sharers_at(ranks, mesh, coordinate, placements))
 
 
-def images_of(tensors: dict[str, Tensor], mesh: tuple[int, ...], placements: dict[str, list[Any]]) -> dict[int, Any]:
-    """What every rank of a mesh would have captured, each its own."""
+def images_of(
+    tensors: dict[str, Tensor], mesh: tuple[int, ...], placements: dict[str, list[Any] | None]
+) -> dict[int, Any]:
+    """What every rank of a mesh would have captured, each its own. Without placements: what all have, as under DDP."""
     images = {}
     world = math.prod(mesh)
     for rank, coordinate in enumerate(places(mesh)):
         entries = []
         for name, whole in tensors.items():
-            box = box_at(tuple(whole.shape), mesh, coordinate, placements[name])
-            local = cut(whole, mesh, coordinate, placements[name])
-            entries.append(
-                Entry(name=name, tensor=local, gate=0, at_cut=False, common=True, family=name, box=box, given=local)
-            )
+            how = placements[name]
+            local = whole if how is None else cut(whole, mesh, coordinate, how)
+            box = None if how is None else box_at(tuple(whole.shape), mesh, coordinate, how)
+            entries.append(Entry(name=name, tensor=local, gate=0, at_cut=False, common=True, family=name, box=box))
         shares = share(entries, rank, world)
         layout = lay_out([s.wanted() for s in shares], ImageInfo(format=FORMAT, run=RUN, rank=rank, world=world), 4096)
         data = torch.zeros(layout.total_bytes, dtype=torch.uint8)
@@ -96,7 +97,10 @@ def test_what_a_rank_puts_together_is_its_part(data: st.DataObject) -> None:
         for i, shape in enumerate(shapes)
     }
     mesh = data.draw(layouts(0))[0]
-    before = {n: [data.draw(layouts(t.dim()))[1][0] for _ in mesh] for n, t in tensors.items()}
+    before = {
+        name: [data.draw(layouts(tensor.dim()))[1][0] for _ in mesh] if data.draw(st.booleans()) else None
+        for name, tensor in tensors.items()
+    }
     images = images_of(tensors, mesh, before)
     assert uncovered(layout.pieces for layout, _, _ in images.values()) is None
     onto = data.draw(layouts(0))[0]
@@ -104,6 +108,9 @@ def test_what_a_rank_puts_together_is_its_part(data: st.DataObject) -> None:
         needs = Needs(None, rank, math.prod(onto))
         wanted = {}
         for name, whole in tensors.items():
+            if data.draw(st.booleans()):
+                wanted[name] = (whole, (0,) * whole.dim())
+                continue
             placements = [data.draw(layouts(whole.dim()))[1][0] for _ in onto]
             start, extent = located(tuple(whole.shape), onto, coordinate, placements)  # type: ignore[misc]
             wanted[name] = (cut(whole, onto, coordinate, placements), start)

@@ -83,6 +83,24 @@ def test_an_update_inside_the_backward_pass_is_refused(world: None, tmp_path: Pa
         everstep.guard(model, optimizer, dir=tmp_path / "run")
 
 
+def test_a_state_that_lies_otherwise_than_its_parameter_is_refused(world: None, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = {"mean": DTensor.from_local(torch.ones(3), mesh, [Replicate()])}
+    with pytest.raises(BadConfig, match=r"optimizer\.state\.model\.weight\.mean is a DTensor of another"):
+        everstep.guard(model, optimizer, dir=tmp_path / "run")
+
+
+def test_a_state_that_is_no_tensor_and_on_one_rank_only_is_refused(world: None, tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.optim.state[model.weight] = {"count": 3}
+    with pytest.raises(BadConfig, match=r"optimizer\.state\.model\.weight\.count is no tensor"):
+        everstep.guard(model, optimizer, dir=tmp_path / "run")
+
+
 def test_a_part_among_the_extras_is_refused(world: None, tmp_path: Path) -> None:
     part = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (1,)), [Shard(0)])
     with pytest.raises(Unstorable, match=r"extra\.mean"):
