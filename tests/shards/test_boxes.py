@@ -6,6 +6,7 @@ import math
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -60,25 +61,27 @@ def box_at(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int,
 
 
 def images_of(
-    tensors: dict[str, Tensor], mesh: tuple[int, ...], placements: dict[str, list[Any] | None]
+    tensors: dict[str, Tensor], mesh: tuple[int, ...], placements: dict[str, list[Any] | str]
 ) -> dict[int, Any]:
-    """What every rank of a mesh would have captured, each its own. Without placements: what all have, as under DDP."""
+    """What ranks of a mesh would have captured. In place of placements: "all" have it as under DDP, or its "own"."""
     images = {}
     world = math.prod(mesh)
     for rank, coordinate in enumerate(places(mesh)):
         entries = []
         for name, whole in tensors.items():
             how = placements[name]
-            local = whole if how is None else cut(whole, mesh, coordinate, how)
-            box = None if how is None else box_at(tuple(whole.shape), mesh, coordinate, how)
-            entries.append(Entry(name=name, tensor=local, gate=0, at_cut=False, common=True, family=name, box=box))
+            local = whole if isinstance(how, str) else cut(whole, mesh, coordinate, how)
+            box = None if isinstance(how, str) else box_at(tuple(whole.shape), mesh, coordinate, how)
+            entries.append(
+                Entry(name=name, tensor=local, gate=0, at_cut=False, common=how != "own", family=name, box=box)
+            )
         shares = share(entries, rank, world)
         layout = lay_out([s.wanted() for s in shares], ImageInfo(format=FORMAT, run=RUN, rank=rank, world=world), 4096)
         data = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         data[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         pieces = {piece.name: piece for piece in layout.pieces}
-        for one in shares:
-            for chunk in one.chunks():
+        with mock.patch("everstep.capture.layout.BUCKET_BYTES", 48):  # so that shares are copied in several chunks
+            for chunk in (chunk for one in shares for chunk in one.chunks()):
                 view_in(data, chunk, pieces, len(layout.header)).copy_(chunk.source())
         payload = extras.encode({"step": 1}, "state")
         room = len(payload).to_bytes(8, "little") + payload
@@ -98,7 +101,9 @@ def test_what_a_rank_puts_together_is_its_part(data: st.DataObject) -> None:
     }
     mesh = data.draw(layouts(0))[0]
     before = {
-        name: [data.draw(layouts(tensor.dim()))[1][0] for _ in mesh] if data.draw(st.booleans()) else None
+        name: data.draw(st.sampled_from(["all", "own"]))
+        if data.draw(st.booleans())
+        else [data.draw(layouts(tensor.dim()))[1][0] for _ in mesh]
         for name, tensor in tensors.items()
     }
     images = images_of(tensors, mesh, before)
@@ -123,6 +128,15 @@ def test_what_a_rank_puts_together_is_its_part(data: st.DataObject) -> None:
                 target.copy_(source)
             assert torch.equal(local, part)
             assert found.kind(name).shape == tuple(tensors[name].shape)
+
+
+def test_whoever_has_the_same_keeps_as_much_of_it() -> None:
+    """Two tensors, replicated along different dimensions of one mesh: each has sharers of its own."""
+    tensors = {"a": torch.arange(96.0).reshape(24, 4), "b": torch.arange(96.0).reshape(24, 4)}
+    images = images_of(tensors, (2, 2), {"a": [Replicate(), Shard(0)], "b": [Shard(0), Replicate()]})
+    kept = {rank: {p.name: p.start[0] for p in layout.pieces} for rank, (layout, _, _) in images.items()}
+    assert kept == {0: {"a": 0, "b": 0}, 1: {"a": 12, "b": 6}, 2: {"a": 6, "b": 12}, 3: {"a": 18, "b": 18}}
+    assert {p.extent for layout, _, _ in images.values() for p in layout.pieces} == {(6, 4)}
 
 
 def _only(images: dict[int, Any], needs: Needs) -> dict[int, Any]:
