@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import everstep
 from everstep.keeper.client import keeper_pid
 from everstep.recover.assemble import apply, view
+from everstep.recover.needs import Needs
 from everstep.recover.survey import Sources
 from everstep.store.places import Places
 
@@ -224,7 +225,7 @@ class Everstep(Saver):
 
     def restore(self, where: Path) -> None:
         images = {0: self.fetch()}
-        apply(view(images, self.run.step, 0), self.run._state.subjects)
+        apply(view(images, self.run.step, Needs(None, 0, 1)), self.run._state.subjects)
 
     def fetch(self) -> Any:
         """The newest checkpoint from the disk, every byte checked."""

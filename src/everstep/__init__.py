@@ -8,7 +8,8 @@ types errors events timeline cadence checked tiers config image launch wires top
 tune/           how often, and which way                models strategy controller
 tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
-capture/        off the device, without stopping it     layout host arena life copier shape snapshot extras position
+capture/        which part of a tensor is whose         sharded watch layout buckets
+capture/        off the device, without stopping it     host arena life copier shape snapshot extras position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update purity sheet form tap gradients
 capture/        what it costs, and which way to go on   moments steering
@@ -29,6 +30,7 @@ keeper/         and as new as the trainer               replica replica_image re
 keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client arrival keeping
 # the road home: a byte returns
+recover/        which bytes a rank needs                needs
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          others reach times audit inquiry salvage records rebuild retrieve

@@ -139,7 +139,7 @@ class Run:
         """Begin a life: all ranks of a job, or of a view, together. `carried`: with the state as it is."""
         chosen, state = self.settings, self._state
         place = self._place = topology.here()
-        check(chosen, place)
+        check(chosen, place, state.subjects)
         seats = chosen.batch if self._presence is not None else "shrink"
         self._feed = Feed.of(self._loader, place, seats) if self._loader is not None else None
         self._emit = EventLog(chosen.directory / f"events-rank-{place.rank:05d}.jsonl")

@@ -11,6 +11,7 @@ resumes starts from another seed than the first one: whatever is not restored sh
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 
 import everstep
 from everstep.capture import layout, position, snapshot, steering
+from everstep.capture.sharded import local_of
 from everstep.keeper.client import keeper_pid
 from everstep.tune.controller import Measured
 
@@ -80,6 +82,7 @@ class Life:
     slow_copies: bool = False
     operation: int | None = None  # before which operation on a medium to die
     turn_every: int = 0
+    module: str = "parallel"
 
     def file(self, what: str) -> Path:
         return self.directory / f"{what}-life-{self.number}-rank-{self.rank}"
@@ -180,6 +183,7 @@ def randomness() -> dict[str, Any]:
 def describe(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Every bit of a value as lines of text, by name."""
     if isinstance(value, Tensor):
+        value = local_of(value)
         data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         yield path, f"{value.dtype} {tuple(value.shape)} {value.stride()} {hashlib.sha256(data).hexdigest()}"
     elif isinstance(value, nn.Module):
@@ -209,7 +213,9 @@ def differing(unbroken: list[Lines], killed: list[Lines]) -> list[str]:
 
 def live(life: Life) -> None:
     """The body of a process: train, and write down what is left at the end."""
-    from parallel import FEATURES  # and those of features.py
+    from features import FEATURES
+
+    importlib.import_module(life.module)  # where more of them are
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for the workers of loaders, as in a script
@@ -294,6 +300,7 @@ class Stage:
     strategy: str = "snapshot"
     lives: int = 0
     turn_every: int = 0  # with strategy="auto": steps between turns
+    module: str = "parallel"  # that knows the feature
 
     def play(
         self,
@@ -344,7 +351,7 @@ class Stage:
                     Life(
                         feature=self.feature, directory=self.directory, number=self.lives, rank=rank, world=world,
                         port=port, kill=kill, keeper=self.keeper, strategy=self.strategy, seed=seed,
-                        slow_copies=self.lives % 2 == 0, turn_every=self.turn_every,
+                        slow_copies=self.lives % 2 == 0, turn_every=self.turn_every, module=self.module,
                         operation=operation[1] if operation is not None and operation[0] == rank else None,
                     ),
                 ),

@@ -18,6 +18,7 @@ from everstep.errors import Damaged
 from everstep.image import CHUNK_BYTES, ImageLayout, Wanted, lay_out, parse
 from everstep.keeper import flush
 from everstep.recover.assemble import tensor_in, view
+from everstep.recover.needs import Needs
 from everstep.store.manifest import committed_steps, data_name, read_commit, read_data, read_part, run_name
 from everstep.store.objects import ObjectTier
 from everstep.types import ImageInfo
@@ -89,7 +90,7 @@ def home(tier: ObjectTier, step: int) -> torch.Tensor:
     for rank in range(WORLD):
         data = read_data(tier, read_part(tier, committed, rank))
         images[rank] = (*parse(data, len(data)), data)
-    return view(images, step, 0).tensor("model.w")
+    return view(images, step, Needs(None, 0, WORLD)).tensor("model.w")
 
 
 def test_bases_of_two_ranks_are_committed_on_an_object_store_and_come_home(

@@ -76,6 +76,8 @@ def _pack(value: Tree, key: str) -> Any:
         return _ext(_SCALAR, [value.dtype.str, value.tobytes()])
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        if hasattr(value, "device_mesh"):
+            raise Unstorable(key, value, "a DTensor is kept as a parameter, a buffer or an optimizer's state only")
         return _ext(_TENSOR, tensor_to_bytes(value))
     if torch is not None and isinstance(value, torch.dtype):
         return _ext(_DTYPE, str(value).removeprefix("torch."))

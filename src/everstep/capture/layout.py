@@ -2,12 +2,11 @@
 
 `Subjects` holds the objects that a user gave to guard() and lists their tensors. `share` cuts common tensors among the
 ranks, by rows, so that each rank copies about the same number of bytes; it is a function of the listing alone, so the
-ranks need not talk. `buckets` groups pieces in the order in which the optimizers will overwrite them.
+ranks need not talk. Of what ranks have together only the replicas of a box share the work.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from everstep.capture.compressor import Compressor
+from everstep.capture.sharded import (
+    SHARDED,
+    Box,
+    Sharers,
+    box_of,
+    box_of_state,
+    check_plain_state,
+    check_state,
+    is_sharded,
+    is_zero,
+    local_of,
+    sharded_parameters,
+    stepping,
+)
+from everstep.capture.watch import Watch
 from everstep.errors import BadConfig, Unstorable
 from everstep.image import Wanted
 from everstep.types import OptimizerInfo, Piece
@@ -44,8 +58,19 @@ class Entry:
     tensor: Tensor
     gate: int | None  # the optimizer whose step overwrites it; None: if anybody, the loop, after a step
     at_cut: bool  # may change at any time after the cut, so it is copied in the cut
-    common: bool  # the same on every rank
+    common: bool  # the same on every rank, or a box of what ranks have together; else this rank's own
     family: str  # the parameter that it is, or that it is an optimizer's state of; else its own name
+    box: Box | None = None  # where the tensor lies, if ranks have a larger one together,
+    given: Tensor | None = None  # and the object that stands for that one in the program, if there is any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.box.shape if self.box is not None else tuple(self.tensor.shape)
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        return self.box.start if self.box is not None else (0,) * self.tensor.dim()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +86,11 @@ class Share:
         return tensor if tensor.dim() == 0 or self.rows == tensor.shape[0] else tensor.narrow(0, self.first, self.rows)
 
     def wanted(self) -> Wanted:
-        shape = tuple(self.entry.tensor.shape)
-        start = (self.first, *(0,) * (len(shape) - 1)) if shape else ()
-        extent = (self.rows, *shape[1:]) if shape else ()
+        entry, local = self.entry, tuple(self.entry.tensor.shape)
+        start = (entry.start[0] + self.first, *entry.start[1:]) if local else ()
         return Wanted(
-            name=self.entry.name, dtype=DTYPES[self.entry.tensor.dtype], shape=shape, start=start, extent=extent,
-            private=not self.entry.common, order=_order(self.entry.tensor),
+            name=entry.name, dtype=DTYPES[entry.tensor.dtype], shape=entry.shape, start=start,
+            extent=(self.rows, *local[1:]) if local else (), private=not entry.common, order=_order(entry.tensor),
         )  # fmt: skip
 
     def chunks(self) -> Iterator[Share]:
@@ -115,9 +139,13 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 def is_replicated(module: nn.Module) -> bool:
+    """Whether all ranks have the same: one that is so among some of them only is each rank's own."""
     while hasattr(module, "_orig_mod"):
         module = module._orig_mod  # type: ignore[assignment]
-    return isinstance(module, nn.parallel.DistributedDataParallel)
+    if not isinstance(module, nn.parallel.DistributedDataParallel):
+        return False
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
+    return world is None or module.process_group.size() == world
 
 
 def optimizer_name(index: int, count: int) -> str:
@@ -157,8 +185,8 @@ class Subjects:
         """The full name of every parameter, by its id."""
         found: dict[int, str] = {}
         for prefix, model in self.named_modules():
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                found.setdefault(id(parameter), f"{prefix}.{plain_name(name)}")
+            for name, parameter, _, _ in _parameters(prefix, model):
+                found.setdefault(id(parameter), name)
         for prefix, optimizer in self._named_optimizers():
             for g, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
@@ -169,11 +197,19 @@ class Subjects:
         names = self.names()
         return tuple(
             OptimizerInfo(
-                type=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+                type=f"{type(stepping(optimizer)).__module__}.{type(stepping(optimizer)).__qualname__}",
                 groups=tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups),
             )
             for optimizer in self.optimizers
         )
+
+    def why_no_log(self) -> str:
+        """Why no record can hold what the optimizers consume: ranks have parts of it only. Empty if none has."""
+        if any(map(is_zero, self.optimizers)):
+            return "ranks have taken the state of ZeroRedundancyOptimizer apart among them"
+        parameters = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        sharded = next(filter(is_sharded, parameters), None)
+        return "" if sharded is None else f"{self.names()[id(sharded)]} is a DTensor, of which ranks have parts"
 
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         models = [(_numbered("model", i, len(self.models)), model) for i, model in enumerate(self.models)]
@@ -190,14 +226,18 @@ class Subjects:
         entries: dict[int, Entry] = {}
         aliases: dict[str, str] = {}
         on_host: list[str] = []
-        watch, at_cut = _Watch(), _Watch()
+        watch, at_cut = Watch(), Watch()
 
         def add(name: str, tensor: Tensor, holder: dict[Any, Any], key: Any, **how: Any) -> None:
-            _check(name, tensor)
+            local, box = local_of(tensor), box_of(name, tensor)
+            _check(name, local)
             (at_cut if how["at_cut"] else watch).add(holder, key, tensor)
             known = entries.get(id(tensor))
             if known is None:
-                entries[id(tensor)] = Entry(name=name, tensor=tensor, family=how.pop("family", name), **how)
+                how = {"family": name, **how}
+                if box is not None:
+                    how |= {"box": box, "given": tensor, "common": True}
+                entries[id(tensor)] = Entry(name=name, tensor=local, **how)
             elif known.name != name:
                 aliases[name] = known.name
 
@@ -205,25 +245,28 @@ class Subjects:
         for prefix, model in self.named_modules():
             _list_module(prefix, model, gate, common, add, watch, at_cut)
         for i, (prefix, optimizer) in enumerate(self._named_optimizers()):
-            watch.grows(optimizer.state)
+            states = stepping(optimizer).state
+            watch.grows(states)
             watch.grows(optimizer.param_groups)
             for group in optimizer.param_groups:
                 watch.grows(group["params"])
             for name, parameter in _list_groups(prefix, optimizer, names, add):
-                same = common.get(id(parameter), False)
+                how = {"gate": i, "at_cut": False, "common": common.get(id(parameter), False)}
                 if id(parameter) not in common:
-                    add(name, parameter, {"params": parameter}, "params", gate=i, at_cut=False, common=False)
-                state = optimizer.state.get(parameter, {})
+                    add(name, parameter, {"params": parameter}, "params", **how)
+                state = states.get(parameter, {})
                 watch.grows(state)
-                watch.same(optimizer.state, parameter)
+                watch.same(states, parameter)
                 for key, value in state.items():
+                    full = f"{prefix}.state.{name}.{key}"
                     if not isinstance(value, Tensor):
+                        check_plain_state(full, value, optimizer)
                         watch.plain(state, key)
-                    else:
-                        full = f"{prefix}.state.{name}.{key}"
-                        if value.device != parameter.device:
-                            on_host.append(full)
-                        add(full, value, state, key, gate=i, at_cut=False, common=same, family=name)
+                        continue
+                    if value.device != parameter.device:
+                        on_host.append(full)
+                    check_state(full, value, parameter)
+                    add(full, value, state, key, family=name, **{**how, **box_of_state(optimizer, value)})
         for key in ("_scale", "_growth_tracker") if self.scaler is not None else ():
             value = getattr(self.scaler, key, None)
             if isinstance(value, Tensor):
@@ -248,19 +291,17 @@ def _list_module(
     gate: dict[int, int],
     common: dict[int, bool],
     add: Callable[..., None],
-    watch: _Watch,
-    at_cut: _Watch,
+    watch: Watch,
+    at_cut: Watch,
 ) -> None:
     replicated = is_replicated(model)
+    for name, parameter, holder, key in _parameters(prefix, model):
+        common[id(parameter)] = common.get(id(parameter), False) or replicated
+        how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
+        add(name, parameter, holder, key, **how)
     for path, module in model.named_modules(remove_duplicate=False):
         watch.grows(module._modules)
         watch.grows(module._parameters)
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                common[id(parameter)] = common.get(id(parameter), False) or replicated
-                name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
-                how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
-                add(name, parameter, module._parameters, key, **how)
         at_cut.grows(module._buffers)
         for key, buffer in module._buffers.items():
             if buffer is None:
@@ -269,6 +310,20 @@ def _list_module(
                 kind = "" if key not in module._non_persistent_buffers_set else "volatile."
                 name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
                 add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
+
+
+def _parameters(prefix: str, model: nn.Module) -> Iterator[tuple[str, Tensor, dict[str, Any], str]]:
+    """Every parameter under each of its names: full name, parameter, and who holds it under which key."""
+    sharded = sharded_parameters(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
+                holder = sharded.get((id(module), key))
+                if holder is None:
+                    yield name, parameter, module._parameters, key
+                else:
+                    yield name, holder[SHARDED], holder, SHARDED
 
 
 def _list_groups(
@@ -283,56 +338,9 @@ def _list_groups(
             yield names[id(parameter)], parameter
 
 
-class _Watch:
-    """Sees, without a line of Python per tensor, whether any of many tensors was replaced or added."""
-
-    def __init__(self) -> None:
-        self._holders: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
-        self._tensors: list[Tensor] = []
-        self._addresses: list[int] = []
-        self._growing: list[Any] = []
-        self._sizes: list[int] = []
-        self._plain_holders: list[dict[Any, Any]] = []
-        self._plain_keys: list[Any] = []
-        self._outer_holders: list[dict[Any, Any]] = []
-        self._outer_keys: list[Any] = []
-        self._inner: list[Any] = []
-
-    def add(self, holder: dict[Any, Any], key: Any, tensor: Tensor) -> None:
-        self._holders.append(holder)
-        self._keys.append(key)
-        self._tensors.append(tensor)
-        self._addresses.append(tensor.data_ptr())
-
-    def grows(self, container: Any) -> None:
-        self._growing.append(container)
-        self._sizes.append(len(container))
-
-    def same(self, holder: dict[Any, Any], key: Any) -> None:
-        """A dict of tensors that may be replaced as a whole."""
-        self._outer_holders.append(holder)
-        self._outer_keys.append(key)
-        self._inner.append(holder.get(key))
-
-    def plain(self, holder: dict[Any, Any], key: Any) -> None:
-        """Something that is no tensor yet."""
-        self._plain_holders.append(holder)
-        self._plain_keys.append(key)
-
-    def unchanged(self) -> bool:
-        return (
-            list(map(len, self._growing)) == self._sizes
-            and all(map(operator.is_, map(dict.get, self._outer_holders, self._outer_keys), self._inner))
-            and Tensor not in set(map(type, map(dict.get, self._plain_holders, self._plain_keys)))
-            and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._tensors))
-            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-        )
-
-
 def _check(name: str, tensor: Tensor) -> None:
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        raise Unstorable(name, tensor, "only plain tensors can be captured; sharded and wrapped ones are not supported")
+        raise Unstorable(name, tensor, "only plain tensors and DTensors of them can be captured")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES:
         raise Unstorable(name, tensor, f"it is {tensor.layout}, {tensor.dtype}")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -348,41 +356,52 @@ def _check_unique(entries: Any) -> None:
 
 
 def share(entries: Sequence[Entry], rank: int, world: int) -> list[Share]:
-    """What this rank keeps: all of its own, and its part of what is common, cut between rows.
+    """What this rank keeps: all of its own, and its part of what others have too, cut between rows.
 
     A parameter and its optimizer's state are cut at the same rows, so that whoever keeps some rows of them can repeat
     their update. What has other rows than its parameter stays with the parameter's first row.
     """
-    families: dict[str, list[Entry]] = {}
+    everybody = Sharers("everybody", rank, world)
+    groups: dict[Sharers, dict[str, list[Entry]]] = {}  # those who have the same entries -> families
     for entry in entries:
         if entry.common:
+            families = groups.setdefault(entry.box.sharers if entry.box is not None else everybody, {})
             families.setdefault(entry.family, []).append(entry)
-    row_bytes = {name: sum(map(_row_bytes, _alike(members))) for name, members in families.items()}
-    total = sum(row_bytes[name] * _rows(members[0]) for name, members in families.items())
-    low, high = total * rank // world, total * (rank + 1) // world
-    spans: dict[str, tuple[int, int]] = {}  # whose rows are whose
-    at = 0
-    for name, members in families.items():
-        rows, size = _rows(members[0]), row_bytes[name]
-        if size == 0:
-            spans[name] = (0, rows if rank == 0 else -1)
-        else:
-            first, last = (min(rows, max(0, -((at - edge) // size))) for edge in (low, high))
-            spans[name] = (first, last if first < last else -1)
-        at += size * rows
+    spans = {sharers: _spans(families, sharers) for sharers, families in groups.items()}
     kept: list[Share] = []
     for entry in entries:
         if not entry.common:
             kept.append(Share(entry, 0, _rows(entry)))
             continue
-        first, last = spans[entry.family]
+        if entry.box is not None and not entry.tensor.numel() and 0 not in entry.shape:
+            continue  # others have all of it
+        sharers = entry.box.sharers if entry.box is not None else everybody
+        first, last = spans[sharers][entry.family]
         if last < 0:
             continue
-        if entry.tensor.shape == families[entry.family][0].tensor.shape:
+        if entry.tensor.shape == groups[sharers][entry.family][0].tensor.shape:
             kept.append(Share(entry, first, last - first))
         elif first == 0:
             kept.append(Share(entry, 0, _rows(entry)))
     return kept
+
+
+def _spans(families: dict[str, list[Entry]], sharers: Sharers) -> dict[str, tuple[int, int]]:
+    """Of each family the rows that this one of the sharers keeps, from and to; to -1: none."""
+    row_bytes = {name: sum(map(_row_bytes, _alike(members))) for name, members in families.items()}
+    total = sum(row_bytes[name] * _rows(members[0]) for name, members in families.items())
+    low, high = (total * one // sharers.count for one in (sharers.index, sharers.index + 1))
+    spans: dict[str, tuple[int, int]] = {}
+    at = 0
+    for name, members in families.items():
+        rows, size = _rows(members[0]), row_bytes[name]
+        if size == 0:
+            spans[name] = (0, rows if sharers.index == 0 else -1)
+        else:
+            first, last = (min(rows, max(0, -((at - edge) // size))) for edge in (low, high))
+            spans[name] = (first, last if first < last else -1)
+        at += size * rows
+    return spans
 
 
 def _rows(entry: Entry) -> int:
@@ -396,49 +415,3 @@ def _row_bytes(entry: Entry) -> int:
 def _alike(family: list[Entry]) -> list[Entry]:
     """The members that are cut like their parameter, which comes first."""
     return [entry for entry in family if entry.tensor.shape == family[0].tensor.shape]
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Some megabytes that are copied and gated as one."""
-
-    shares: tuple[Share, ...]
-    gates: frozenset[int]  # the optimizers that must not step before it is copied
-
-
-def buckets(shares: Sequence[Share], order: Sequence[int], optimizers: int) -> list[Bucket]:
-    """Pieces in the order in which their optimizers step, what lies on the host first; what no optimizer has last.
-
-    The last ones may still be written by the loop, after an update (an average of the weights, a target network), so
-    every optimizer waits for them.
-    """
-    place = {optimizer: i for i, optimizer in enumerate(order)}
-
-    def turn(item: Share) -> int:
-        gate = item.entry.gate
-        return len(place) + 1 if gate is None else place.get(gate, len(place))
-
-    by_device: dict[torch.device, list[Share]] = {}
-    for item in sorted((s for s in shares if not s.entry.at_cut and s.bytes), key=turn):
-        by_device.setdefault(item.entry.tensor.device, []).extend(item.chunks())
-    devices = sorted(by_device, key=lambda device: (device.type != "cpu", str(device)))
-    return [bucket for device in devices for bucket in _packed(by_device[device], optimizers)]
-
-
-def _packed(shares: list[Share], optimizers: int) -> Iterator[Bucket]:
-    current: list[Share] = []
-    size = 0
-    for item in shares:
-        if current and size + item.bytes > BUCKET_BYTES:
-            yield _bucket(current, optimizers)
-            current, size = [], 0
-        current.append(item)
-        size += item.bytes
-    if current:
-        yield _bucket(current, optimizers)
-
-
-def _bucket(shares: list[Share], optimizers: int) -> Bucket:
-    gates = {s.entry.gate for s in shares}
-    everyone = frozenset(range(optimizers))
-    return Bucket(tuple(shares), everyone if None in gates else frozenset(g for g in gates if g is not None))

@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from everstep.capture.arena import Arena
+from everstep.capture.buckets import Bucket, buckets
 from everstep.capture.layout import (
     BUCKET_BYTES,
     TORCH_DTYPES,
-    Bucket,
     Entry,
     Listing,
     Share,
     Subjects,
-    buckets,
     shaped,
     share,
 )
@@ -190,7 +189,8 @@ def make_shape(
 
 def _signature(entry: Entry) -> tuple[Any, ...]:
     tensor = entry.tensor
-    return (entry.name, tensor.dtype, tuple(tensor.shape), tensor.device, entry.gate, entry.at_cut, entry.common)
+    what = (entry.name, tensor.dtype, tuple(tensor.shape), tensor.device)
+    return (*what, entry.gate, entry.at_cut, entry.common, entry.box)
 
 
 def device_of(bucket: Bucket) -> torch.device:
@@ -228,7 +228,7 @@ def view_in(flat: Tensor, item: Share, places: dict[str, Piece], base: int) -> T
     piece = places[item.entry.name]
     begin = base + piece.offset
     whole = shaped(flat[begin : begin + piece.length].view(TORCH_DTYPES[piece.dtype]), piece)
-    first = item.first - piece.start[0] if piece.start else 0
+    first = item.first + item.entry.start[0] - piece.start[0] if piece.start else 0
     return whole if not piece.extent or item.rows == piece.extent[0] else whole.narrow(0, first, item.rows)
 
 

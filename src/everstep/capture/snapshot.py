@@ -206,7 +206,8 @@ class Capture:
         """In the first captures, remember how often each gated tensor was written, to compare at the gate."""
         self._cuts += 1
         if self._cuts <= _WATCHED_CUTS:
-            gated = [s.entry.tensor for s in shape.shares if not s.entry.at_cut]
+            entries = [s.entry for s in shape.shares if not s.entry.at_cut]
+            gated = [tensor for e in entries for tensor in (e.tensor, e.given) if tensor is not None]
             self._watched = gated, sum(map(_version, gated))
 
     def _check_versions(self) -> None:

@@ -19,6 +19,7 @@ from everstep.capture.layout import Subjects, is_replicated
 from everstep.capture.life import Life
 from everstep.capture.snapshot import Capture
 from everstep.capture.update import kinds_of_device, parameters_of, why_no_replica
+from everstep.config import Strategy
 from everstep.events import Chose, Degraded, Sink, Tuned
 from everstep.topology import exchange
 from everstep.tune.controller import REBASE, Controller, Measured, merge
@@ -30,6 +31,8 @@ WINDOW = 64  # steps between two decisions
 
 def followed(subjects: Subjects, emit: Sink) -> str:
     """On which kinds of device the state is that a replica is to follow; empty, and an event, if none can."""
+    if subjects.why_no_log():
+        return ""  # and no log either, as the steering says
     reason = next(filter(None, map(why_no_replica, subjects.optimizers)), "")
     if subjects.compressor is not None:
         reason = "gradients are compressed, and a replica cannot follow that"
@@ -44,9 +47,13 @@ class Steering:
         self._rarely = REBASE if is_followed else 1
         self._subjects, self._capture, self._life = subjects, capture, life
         settings, topology = life.settings, life.topology
-        logs = settings.strategy in ("log", "replica") or (settings.strategy == "auto" and had_log)
+        reason = subjects.why_no_log()
+        self._asked: Strategy = "snapshot" if reason else settings.strategy
+        if self._asked != settings.strategy:
+            life.emit(Degraded(what="there is no log, every step is a base", reason=reason))
+        logs = self._asked in ("log", "replica") or (self._asked == "auto" and had_log)
         self._controller = Controller(
-            now="log" if logs else "snapshot", may_choose=settings.strategy == "auto" and settings.mode != "disk",
+            now="log" if logs else "snapshot", may_choose=self._asked == "auto" and settings.mode != "disk",
             capture=settings.capture, durable=settings.tiers.disk.cadence, budget=settings.overhead_budget,
         )  # fmt: skip
         # Ranks that do not wait for each other in every step may not wait for each other here either.
@@ -94,7 +101,7 @@ class Steering:
         if len(self._steps) < WINDOW or not self._in_step:
             return False
         measured = self._read(recorder, base_write_s, record_write_s)
-        if self._life.settings.strategy == "snapshot":
+        if self._asked == "snapshot":
             return False
         said = exchange(msgspec.json.encode(measured), self._life.topology)
         self._controller.decide(merge([msgspec.json.decode(word, type=Measured) for word in said]))
@@ -110,7 +117,7 @@ class Steering:
         if interval is not None and self.strategy == "log" and has_moved(self._told_interval, interval.value):
             self._told_interval = interval.value
             self._life.emit(Tuned(**asdict(interval)))
-        if self._life.settings.strategy == "auto" and choice.strategy != self._told_strategy:
+        if self._asked == "auto" and choice.strategy != self._told_strategy:
             self._told_strategy = choice.strategy
             self._life.emit(Chose(step=step, **asdict(choice)))
 

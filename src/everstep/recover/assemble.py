@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from everstep.capture.extras import decode
 from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost, optimizer_name, shaped
+from everstep.capture.sharded import box_of, local_of, stepping
 from everstep.errors import Damaged, Mismatch
 from everstep.image import ImageLayout, extras_of
+from everstep.recover.needs import Needs, overlap
 from everstep.store.manifest import uncovered
 from everstep.types import ImageInfo, Piece
 
@@ -31,10 +34,21 @@ class Checkpoint:
     extras: dict[str, Any]
     own: bool  # whether this rank existed when it was taken
     pieces: dict[str, list[tuple[Piece, Tensor]]] = field(default_factory=dict)
+    others: dict[str, Piece] = field(default_factory=dict)  # of tensors of which this rank needs nothing, one piece
+    unlike: list[str] = field(default_factory=list)  # what each old rank had its own value of, and cannot be shared out
+
+    def kind(self, name: str) -> Piece:
+        """A piece that tells a tensor's shape and dtype."""
+        return self.pieces[name][0][0] if name in self.pieces else self.others[name]
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys([*self.pieces, *self.others]))
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor in memory of its own."""
         pieces = self.pieces[name]
+        if sum(part.numel() for _, part in pieces) != math.prod(pieces[0][0].shape):
+            raise Damaged(f"{name} is not there as a whole", step=self.step)
         if len(pieces) == 1 and pieces[0][0].whole:
             return pieces[0][1].clone(memory_format=torch.contiguous_format)
         whole = torch.empty(pieces[0][0].shape, dtype=pieces[0][1].dtype)
@@ -45,7 +59,7 @@ class Checkpoint:
     def state_names(self, prefix: str) -> dict[str, dict[str, str]]:
         """The tensors of an optimizer's state: parameter -> key -> full name."""
         found: dict[str, dict[str, str]] = {}
-        for name in self.pieces:
+        for name in self.names():
             if name.startswith(f"{prefix}.state."):
                 parameter, key = name.removeprefix(f"{prefix}.state.").rsplit(".", 1)
                 found.setdefault(parameter, {})[key] = name
@@ -63,25 +77,28 @@ class Checkpoint:
         return state
 
 
-def view(images: dict[int, Image], step: int, rank: int) -> Checkpoint:
-    """What `rank` needs of the images of all old ranks."""
+def view(images: dict[int, Image], step: int, needs: Needs) -> Checkpoint:
+    """What a rank needs of the images of all old ranks."""
     missing = uncovered(layout.pieces for layout, _, _ in images.values())
     if missing is not None:
         raise Damaged(f"the images are not a whole checkpoint: {missing}", step=step)
-    source = rank if rank in images else 0
+    source = needs.source(len(images))
     layout, info, data = images[source]
     tree = decode(extras_of(layout, data))
     if not isinstance(tree, dict) or tree.get("step") != step:
         raise Damaged(f"the extras are not of step {step}", step=step, rank=source)
-    checkpoint = Checkpoint(step=step, world=info.world, info=info, extras=tree, own=rank in images)
-    for old_rank, (layout, _, data) in sorted(images.items()):
+    checkpoint = Checkpoint(step=step, world=info.world, info=info, extras=tree, own=source == needs.rank)
+    first: dict[str, memoryview] = {}  # the bytes that the first rank has of what all must have alike
+    for old_rank, (layout, info, data) in sorted(images.items()):
         base = len(layout.header)
         for piece in layout.pieces:
-            if piece.private and old_rank != source:
-                continue
-            begin = base + piece.offset
-            part = tensor_in(data[begin : begin + piece.length], piece)
-            checkpoint.pieces.setdefault(piece.name, []).append((piece, part))
+            there = data[base + piece.offset : base + piece.offset + piece.length]
+            if needs.compares(piece, info) and first.setdefault(piece.name, there) != there:
+                checkpoint.unlike.append(piece.name)
+            if needs.takes(piece, old_rank, info.world):
+                checkpoint.pieces.setdefault(piece.name, []).append((piece, tensor_in(there, piece)))
+            elif not piece.private or old_rank == source:
+                checkpoint.others[piece.name] = piece
     return checkpoint
 
 
@@ -109,22 +126,23 @@ def _box(piece: Piece) -> tuple[slice, ...]:
 
 def differences(checkpoint: Checkpoint, subjects: Subjects) -> list[str]:
     """How the program differs from what was saved; empty if it is the same."""
-    now = {e.name: e.tensor for e in subjects.listing().entries if _is_model(e.name)}
-    was = {name: pieces[0][0] for name, pieces in checkpoint.pieces.items() if _is_model(name)}
+    now = {e.name: e for e in subjects.listing().entries if _is_model(e.name)}
+    was = {name: checkpoint.kind(name) for name in checkpoint.names() if _is_model(name)}
     found = [f"missing in the program: {name} {was[name].shape}" for name in was if name not in now]
-    found += [f"missing in the checkpoint: {name} {tuple(now[name].shape)}" for name in now if name not in was]
+    found += [f"missing in the checkpoint: {name} {now[name].shape}" for name in now if name not in was]
     for name in sorted(was.keys() & now.keys()):
         shape, dtype = was[name].shape, TORCH_DTYPES[was[name].dtype]
-        if shape != tuple(now[name].shape):
-            found.append(f"{name}: shape was {shape}, is {tuple(now[name].shape)}")
-        if dtype != now[name].dtype:
-            found.append(f"{name}: dtype was {dtype}, is {now[name].dtype}")
+        if shape != now[name].shape:
+            found.append(f"{name}: shape was {shape}, is {now[name].shape}")
+        if dtype != now[name].tensor.dtype:
+            found.append(f"{name}: dtype was {dtype}, is {now[name].tensor.dtype}")
     before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
     if [o.type for o in before] != [o.type for o in after]:
         found.append(f"optimizer was {', '.join(o.type for o in before)}, is {', '.join(o.type for o in after)}")
     elif before != after:
         found.append("the optimizer's parameter groups hold other parameters, or the same in another order")
-    return found
+    words = f"each of {checkpoint.world} ranks had its own value, so that only as many ranks can go on with it"
+    return found + [f"{name}: {words}" for name in sorted(set(checkpoint.unlike))]
 
 
 def _is_model(name: str) -> bool:
@@ -146,12 +164,12 @@ def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
     _copy_tensors(checkpoint, subjects)
     names, on_host = subjects.names(), set(checkpoint.info.on_host)
     for prefix, _, optimizer in _same_optimizers(checkpoint, subjects):
-        state_of = checkpoint.state_names(prefix)
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state_of, worker = checkpoint.state_names(prefix), stepping(optimizer)
+        for parameter in (p for group in worker.param_groups for p in group["params"]):
             found = state_of.get(names[id(parameter)], {})
             state = {key: _like(checkpoint, full, parameter, full in on_host) for key, full in found.items()}
             if state:
-                optimizer.state[parameter] = state
+                worker.state[parameter] = state
     _restore_beside(checkpoint, subjects)
 
 
@@ -167,13 +185,14 @@ def _restore_beside(checkpoint: Checkpoint, subjects: Subjects) -> None:
     for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         saved = checkpoint.extras["optimizers"][index]
         somewhere = optimizer.param_groups[0]["params"][0].device
+        states = stepping(optimizer).state
         for key, value in saved["shared"].items():
-            optimizer.state[key] = _on(somewhere, value)
+            states[key] = _on(somewhere, value)
         for g, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 plain = saved["plain"].get(names[id(parameter)], {})
                 if plain:
-                    optimizer.state[parameter].update(_on(parameter.device, plain))
+                    states[parameter].update(_on(parameter.device, plain))
             if g < len(saved["groups"]):
                 _restore_group(group, saved["groups"][g])
             for key, value in group.items():
@@ -191,22 +210,33 @@ def _same_optimizers(checkpoint: Checkpoint, subjects: Subjects) -> Iterator[tup
 
 
 def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects) -> None:
-    current = {entry.name: entry.tensor for entry in subjects.listing().entries}
+    current = {entry.name: entry for entry in subjects.listing().entries}
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for name, pieces in checkpoint.pieces.items():
-        tensor = current.get(name)
+        entry = current.get(name)
         whole = pieces[0][0]
-        if name.startswith("volatile.") and (tensor is None or tuple(tensor.shape) != whole.shape):
+        if name.startswith("volatile.") and (entry is None or entry.shape != whole.shape):
             _replace_buffer(subjects, name, checkpoint.tensor(name))
             continue
-        if tensor is None or tuple(tensor.shape) != whole.shape or tensor.dtype != pieces[0][1].dtype:
+        if entry is None or entry.shape != whole.shape or entry.tensor.dtype != pieces[0][1].dtype:
             continue
-        for piece, part in pieces:
-            targets.append(tensor[_box(piece)] if not piece.whole else tensor)
-            sources.append(part)
+        for target, source in _common(pieces, entry.tensor, entry.start):
+            targets.append(target)
+            sources.append(source)
     if targets:
         torch._foreach_copy_([t.detach() for t in targets], sources)
+
+
+def _common(
+    pieces: list[tuple[Piece, Tensor]], local: Tensor, start: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What pieces have for a tensor that lies somewhere in the whole one: where to, and from where."""
+    for piece, part in pieces:
+        found = overlap(piece, start, tuple(local.shape))
+        if found is not None:
+            in_piece, in_box = found
+            yield (local[in_box], part[in_piece]) if in_box else (local, part)
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -228,15 +258,17 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
 
 def _like(checkpoint: Checkpoint, name: str, parameter: Tensor, on_host: bool) -> Tensor:
     """A state tensor where the optimizer had it: on the parameter's device and in its memory format, or on the host."""
-    pieces = checkpoint.pieces[name]
-    shape, dtype = pieces[0][0].shape, pieces[0][1].dtype
+    one = checkpoint.kind(name)
+    shape, dtype = one.shape, TORCH_DTYPES[one.dtype]
     device = torch.device("cpu") if on_host else parameter.device
+    box = box_of(name, parameter) if shape == tuple(parameter.shape) else None
     if shape == tuple(parameter.shape):
         target = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False).detach()
     else:
         target = torch.empty(shape, dtype=dtype, device=device)
-    for piece, part in pieces:
-        target[_box(piece)].copy_(part) if not piece.whole else target.copy_(part)
+    start = box.start if box is not None else (0,) * len(shape)
+    for into, part in _common(checkpoint.pieces.get(name, []), local_of(target), start):
+        into.copy_(part)
     return target
 
 

@@ -215,6 +215,7 @@ def check_chain(sources: Sources, survey: Survey, plan: Plan) -> Finding:
     """Repeat the steps of a plan, and compare with the digests of training, and with the base of the last step."""
     from everstep.recover.assemble import view
     from everstep.recover.chain import BadRecord, fetch_chain
+    from everstep.recover.needs import Needs
     from everstep.recover.rebuild import NeedsProgram, differs_from, rebuild
 
     assert plan.step is not None and plan.base is not None
@@ -226,7 +227,8 @@ def check_chain(sources: Sources, survey: Survey, plan: Plan) -> Finding:
         return Finding(step=int(plan.step or 0), source=source, rank=-1, bytes=size, problem=problem, note=note)
 
     def fetched(parts: tuple[Holding, ...], step: int) -> Any:
-        return view({h.rank: sources.fetch(h, copy=True) for h in parts}, step, 0)
+        needs = Needs(None, 0, parts[0].world)
+        return view({h.rank: sources.fetch(h, copy=True) for h in parts}, step, needs)
 
     repeated = f"steps {plan.base + 1} to {plan.step} repeated from base {plan.base}"
     try:

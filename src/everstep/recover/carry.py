@@ -13,6 +13,7 @@ import msgspec
 from everstep import image
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.assemble import Image
+from everstep.recover.needs import Needs
 from everstep.recover.shelf import RecordImage
 from everstep.recover.survey import Sources
 from everstep.topology import Topology, broadcast, exchange
@@ -34,16 +35,18 @@ class Carrier:
         self._sources, self._place = sources, place
         self.took: dict[Source, tuple[int, float]] = {}  # bytes of images, and seconds
 
-    def image(self, holding: Holding, *, copy: bool = False) -> Image:
+    def image(self, holding: Holding, needs: Needs | None = None) -> Image:
+        """All of an image, or of one that this rank reads by itself what it needs."""
         began = time.monotonic()
-        found = self._image(holding, copy)
+        found = self._image(holding, needs)
         size, seconds = self.took.get(holding.source, (0, 0.0))
-        self.took[holding.source] = (size + holding.bytes, seconds + time.monotonic() - began)
+        read = holding.bytes if self._is_carried(holding) else self._sources.fetched_bytes
+        self.took[holding.source] = (size + read, seconds + time.monotonic() - began)
         return found
 
-    def _image(self, holding: Holding, copy: bool) -> Image:
+    def _image(self, holding: Holding, needs: Needs | None) -> Image:
         if not self._is_carried(holding):
-            return self._sources.fetch(holding, copy=copy)
+            return self._sources.fetch(holding, needs=needs)
         _, (data,) = self._carry(holding, lambda: (b"", [self._sources.fetch(holding)[2]]))
         layout, info = image.parse(data, len(data), file=f"rank {holding.rank} of {holding.node}")
         return layout, info, data

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
+from everstep.capture.layout import Subjects
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Fetched, Rejected, Sink
 from everstep.image import FORMAT
@@ -20,6 +22,7 @@ from everstep.recover.assemble import Checkpoint, Image, view
 from everstep.recover.carry import Carrier
 from everstep.recover.chain import BadRecord, Chain, fetch_chain
 from everstep.recover.make_good import rebuild_parts
+from everstep.recover.needs import Needs
 from everstep.recover.plan import leaving_out, make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
 from everstep.store.manifest import encode
@@ -53,12 +56,15 @@ Past = TypeVar("Past")
 Fetch = Callable[[Carrier, Plan, int], tuple[Past | None, Report]]  # what a rank needs of a plan, and what of it is bad
 
 
-def find(sources: Sources, topology: Topology, emit: Sink, limit: int | None = None) -> Found | None:
+def find(
+    sources: Sources, topology: Topology, emit: Sink, limit: int | None = None, *, subjects: Subjects | None = None
+) -> Found | None:
     """The newest checkpoint that all ranks can have, verified and in memory; None if the run has no past.
 
-    `limit`: no step after this one, because the way there was found to be wrong.
+    `limit`: no step after this one, because the way there was found to be wrong. `subjects`: only what they need.
     """
-    return search(sources, topology, emit, _fetch, limit=limit)
+    needs = Needs(subjects, topology.rank, topology.world)
+    return search(sources, topology, emit, partial(_fetch, needs), limit=limit)
 
 
 def search(
@@ -101,14 +107,14 @@ def search(
             survey = without(survey, what, reason)
 
 
-def _fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
+def _fetch(needs: Needs, carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
     images: dict[int, Image] = {}
     bad: list[tuple[Holding, str]] = []
     for holding in plan.parts:
         if holding.source == "parity":
             continue
         try:
-            images[holding.rank] = carrier.image(holding)
+            images[holding.rank] = carrier.image(holding, None if plan.parities else needs)
         except (EverstepError, OSError) as error:
             bad.append((holding, str(error)))
     bad_parities: list[tuple[ParityHolding, str]] = []
@@ -119,7 +125,7 @@ def _fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Repor
     if is_whole and not bad_parities:
         assert plan.base is not None
         try:
-            base = view(images, plan.base, rank)
+            base = view(images, plan.base, needs)
         except Damaged as error:
             bad = [(holding, str(error)) for holding in plan.parts]
     if not carrier.is_agreed(not bad and not bad_parities) or base is None:

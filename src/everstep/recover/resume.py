@@ -38,7 +38,7 @@ def resume(
     """Stand where the newest restorable step ended, on every rank; None if there is no past."""
     arrived = began = time.monotonic()
     limit: int | None = None
-    while (found := find(sources, place, emit, limit)) is not None:
+    while (found := find(sources, place, emit, limit, subjects=state.subjects)) is not None:
         step, loaded = found.latest.step, time.monotonic()
         mark(Kind.LOAD, step, began, loaded)
         limit = _try(sources, found, state, feed, place, strict=strict, emit=emit)

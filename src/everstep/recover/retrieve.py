@@ -9,6 +9,7 @@ import msgspec
 from everstep.errors import BadConfig, Damaged, Diverged, EverstepError, NothingToRestore, ReplayedElsewhere
 from everstep.recover.assemble import Checkpoint, Image, view
 from everstep.recover.chain import BadRecord, Chain, fetch_chain
+from everstep.recover.needs import Needs
 from everstep.recover.plan import make_plan, reaches, up_to, without
 from everstep.recover.reach import in_words
 from everstep.recover.rebuild import NeedsProgram, rebuild
@@ -47,7 +48,7 @@ def _fetch(
         except (EverstepError, OSError) as error:
             return [(holding, str(error))]
     try:
-        return view(images, plan.base, rank), fetch_chain(sources, plan, rank, copy=True)
+        return view(images, plan.base, Needs(None, rank, plan.world)), fetch_chain(sources, plan, rank, copy=True)
     except BadRecord as error:
         return [(error.what, error.reason)]
     except Damaged as error:

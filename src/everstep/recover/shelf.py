@@ -11,6 +11,7 @@ from everstep.errors import Damaged, EverstepError
 from everstep.image import ImageLayout
 from everstep.store.log import LogRead, log_folder, log_name, rank_of, read_log, scan, segments
 from everstep.store.manifest import (
+    Ranges,
     check_chunks,
     committed_steps,
     parity_folder,
@@ -21,6 +22,7 @@ from everstep.store.manifest import (
     read_part,
     read_record,
     read_single_part,
+    read_some,
     step_folder,
     step_folders,
     values_folder,
@@ -195,10 +197,17 @@ class Shelf:
     # -- and its bytes
 
     def image(self, holding: Holding) -> memoryview:
+        return read_data(self.tier, self._manifest(holding))
+
+    def image_of(self, holding: Holding, ranges: Ranges) -> tuple[memoryview, int]:
+        """As much of it as is needed, and how many bytes were read for it."""
+        return read_some(self.tier, self._manifest(holding), ranges)
+
+    def _manifest(self, holding: Holding) -> Part:
         if self._commits:
             commit: Commit = read_commit(self.tier, holding.step, self.run)
-            return read_data(self.tier, read_part(self.tier, commit, holding.rank))
-        return read_data(self.tier, self._part(holding.step, holding.rank, step_folder(holding.step)))
+            return read_part(self.tier, commit, holding.rank)
+        return self._part(holding.step, holding.rank, step_folder(holding.step))
 
     def values_image(self, holding: Holding) -> memoryview:
         return read_data(self.tier, self._part(holding.step, holding.rank, values_folder(holding.step)), values_folder)

@@ -13,6 +13,7 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.form import on_device
 from everstep.capture.layout import COMPRESSOR, Subjects
 from everstep.capture.reductions import Reductions
+from everstep.capture.sharded import check_modules, check_optimizer, stepping
 from everstep.errors import BadConfig, Mismatch
 from everstep.recover.assemble import Checkpoint, apply, apply_rest, check
 
@@ -32,9 +33,10 @@ class State:
     ) -> None:
         if extra is not None and not isinstance(extra, Mapping):
             raise BadConfig(f"extra must be a dict of names to objects or values, not {type(extra).__name__}")
-        for one in optimizers:
-            if type(one).__name__ == "ZeroRedundancyOptimizer":
-                raise BadConfig("ZeroRedundancyOptimizer shards its state, which is not supported yet")
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+        for model in models:
+            check_modules("the model", model)
         self.schedulers, self.scaler = schedulers, scaler
         self.extra: Any = extra if extra is not None else {}
         modules = {key: value for key, value in self.extra.items() if isinstance(value, nn.Module)}
@@ -44,6 +46,8 @@ class State:
         self.reductions = Reductions(self.subjects)
         self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
         if compressor is not None:
+            if self.subjects.why_no_log():
+                raise BadConfig(f"compress= is for gradients that every rank has: {self.subjects.why_no_log()}")
             compressor.bind(self.subjects.names())
         self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
         trees.encode(self.tree(), "state")
@@ -73,7 +77,7 @@ class State:
 
     def _odd_state(self, index: int) -> dict[str, Any]:
         """An optimizer's state that is not a tensor of a parameter. Who has any is asked again only if state grew."""
-        state = self.subjects.optimizers[index].state
+        state = stepping(self.subjects.optimizers[index]).state
         try:
             size = sum(map(len, state.values()), len(state))
         except TypeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import xxhash
@@ -15,10 +15,13 @@ from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.client import inherited
 from everstep.recover.shelf import RecordImage, Shelf
-from everstep.store.manifest import check_chunks, read_record
+from everstep.store.manifest import Ranges, check_chunks, chunks_in, read_record
 from everstep.store.places import Places, guest_tier
 from everstep.topology import Topology, node_name
 from everstep.types import Attempt, Holding, ImageInfo, ParityHolding, Records, Rejection, Source, Survey
+
+if TYPE_CHECKING:
+    from everstep.recover.needs import Needs
 
 ATTEMPTS = "attempt.json"
 
@@ -37,8 +40,8 @@ class Sources:
         self.shelves["partner"] = Shelf(guests, run, source="partner", node=self.node, commits=False)
         for source, tier in places.deeper_tiers().items():
             self.shelves[source] = Shelf(tier, run, source=source, node=self.node, everywhere=True)
+        self.fetched_bytes = 0  # of the part that was fetched last
         self._wrecks: list[Wreck] = []
-        found = list(find_arenas(arena_root(memory_path), run, self._wrecks))
         if memory_path is not None:
             found += find_arenas(arena_root(None), run, self._wrecks)
         found += inherited(run)
@@ -123,12 +126,27 @@ class Sources:
         except (OSError, EverstepError):
             return ()  # it only says what to offer last, and is written again by whoever loads
 
-    def fetch(self, holding: Holding, *, copy: bool = False) -> tuple[image.ImageLayout, ImageInfo, memoryview]:
-        """One part's image, every byte of it checked. `copy`: the owner may be alive and may overwrite it."""
+    def fetch(
+        self, holding: Holding, *, copy: bool = False, needs: Needs | None = None
+    ) -> tuple[image.ImageLayout, ImageInfo, memoryview]:
+        """One part's image, every byte of it checked. `copy`: the owner may be alive and may overwrite it.
+
+        `needs`: only these bytes of it are read and checked.
+        """
+        file = f"{'arena of ' if holding.source == 'memory' else ''}rank {holding.rank}"
+
+        def ranges(data: memoryview) -> list[tuple[int, int]]:
+            assert needs is not None
+            return needs.ranges(*image.parse(data, len(data), file=file))
+
+        self.fetched_bytes = holding.bytes
+        some = ranges if needs is not None and needs.is_partial else None
         if holding.source == "memory":
-            data, file = self._from_memory(holding, copy, self.arenas), f"arena of rank {holding.rank}"
+            data = self._from_memory(holding, copy, self.arenas, some)
+        elif some is not None:
+            data, self.fetched_bytes = self.shelves[holding.source].image_of(holding, some)
         else:
-            data, file = self.shelves[holding.source].image(holding), f"rank {holding.rank}"
+            data = self.shelves[holding.source].image(holding)
         layout, info = image.parse(data, len(data), file=file)
         if (info.run, info.rank, info.world) != (self.run, holding.rank, holding.world):
             raise Damaged("the image belongs to another run or rank", step=holding.step, rank=holding.rank, file=file)
@@ -158,7 +176,9 @@ class Sources:
             raise Damaged("the header is not the one that was sealed", tier="memory", step=step, rank=records.rank)
         raise Damaged("its record is no longer there", tier="memory", step=step, rank=records.rank)
 
-    def _from_memory(self, holding: Holding, copy: bool, arenas: list[Arena]) -> memoryview:
+    def _from_memory(
+        self, holding: Holding, copy: bool, arenas: list[Arena], ranges: Ranges | None = None
+    ) -> memoryview:
         def bad(reason: str, chunk: int | None = None) -> Damaged:
             return Damaged(reason, tier="memory", step=holding.step, rank=holding.rank, chunk=chunk)
 
@@ -170,8 +190,11 @@ class Sources:
             data = memoryview(bytearray(arena.image(slot))) if copy else arena.image(slot)
             if xxhash.xxh3_64_intdigest(data[: image.header_bytes(data)]) != seal.layout_digest:
                 raise bad("the header is not the one that was sealed")
+            only = chunks_in(ranges(data)) if ranges is not None else None
+            if only is not None:
+                self.fetched_bytes = min(len(data), len(only) * CHUNK_BYTES)
             if checks is not None:
-                check_chunks(data, checks, CHUNK_BYTES, bad)
+                check_chunks(data, checks, CHUNK_BYTES, bad, only)
             if arena.seals().get(slot) != seal:
                 raise bad("it was overwritten while it was read")
             return data

@@ -8,16 +8,18 @@ file from another step, rank or run cannot stand in for the right one.
 from __future__ import annotations
 
 import math
+import mmap
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import TypeVar
 
 import msgspec
 import xxhash
 
 from everstep.errors import Damaged, NewerFormat
-from everstep.image import CHUNK_BYTES, FORMAT, ORDERED_FORMAT
+from everstep.image import CHUNK_BYTES, FORMAT, ORDERED_FORMAT, header_bytes
 from everstep.store.tier import Tier
 from everstep.types import (
     Attempt,
@@ -41,6 +43,7 @@ _PARITY_FOLDER = re.compile(r"parity-(\d{10})")
 _MAX_RECORD_BYTES = 256 << 20
 RUN_RECORD = "run.json"
 Folder = Callable[[int], str]  # where the parts of a step lie
+Ranges = Callable[[memoryview], list[tuple[int, int]]]  # of an image of which the header is there: what is needed of it
 
 
 @learnt
@@ -228,8 +231,54 @@ def read_data(tier: Tier, part: Part, folder: Folder = step_folder) -> memoryvie
     return image
 
 
-def check_chunks(image: memoryview, chunks: tuple[int, ...], chunk_bytes: int, bad: Callable[..., Damaged]) -> None:
-    """Compare an image with its checksums; `bad` makes the error from a reason and a chunk."""
+def read_some(tier: Tier, part: Part, ranges: Ranges, folder: Folder = step_folder) -> tuple[memoryview, int]:
+    """The image of one part as far as it is needed, with every chunk of that checked, and how many bytes were read.
+
+    Elsewhere it is empty. `ranges`: what is needed, as the image's header tells.
+    """
+    file = data_name(part.step, part.rank, folder)
+
+    def bad(reason: str, chunk: int | None = None) -> Damaged:
+        return Damaged(reason, tier=tier.name, step=part.step, rank=part.rank, file=file, chunk=chunk)
+
+    if part.bytes < 8:
+        raise bad(f"{part.bytes} bytes are no image")
+    image, known = memoryview(mmap.mmap(-1, part.bytes)), set[int]()
+
+    def read(chunk: int) -> None:
+        at = chunk * CHUNK_BYTES
+        into = image[at : at + CHUNK_BYTES]
+        if tier.read(file, at, into) != len(into):
+            raise bad(f"it ends before byte {at + len(into)}")
+
+    def fill(begin: int, end: int) -> None:
+        fresh = [chunk for chunk in chunks_in([(begin, end)]) if chunk not in known]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(read, fresh))
+        check_chunks(image, part.chunks, part.chunk_bytes, bad, fresh)
+        known.update(fresh)
+
+    try:
+        fill(0, 8)
+        fill(0, header_bytes(image))
+        for begin, end in ranges(image):
+            fill(begin, end)
+    except FileNotFoundError:
+        raise bad("the data is missing") from None
+    return image, sum(len(image[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) for chunk in known)
+
+
+def chunks_in(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """The chunks that some bytes lie in, each once."""
+    found = (range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)) for begin, end in ranges if begin < end)
+    return sorted({chunk for some in found for chunk in some})
+
+
+def check_chunks(
+    image: memoryview, chunks: tuple[int, ...], chunk_bytes: int, bad: Callable[..., Damaged],
+    only: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """Compare an image, or some chunks of it, with its checksums; `bad` makes the error from a reason and a chunk."""
     if chunk_bytes != CHUNK_BYTES or len(chunks) != -(-len(image) // chunk_bytes):
         raise bad(f"{len(chunks)} checksums do not fit {len(image)} bytes")
 
@@ -237,24 +286,43 @@ def check_chunks(image: memoryview, chunks: tuple[int, ...], chunk_bytes: int, b
         at = index * chunk_bytes
         return bool(xxhash.xxh3_64_intdigest(image[at : at + chunk_bytes]) == chunks[index])
 
+    wanted = range(len(chunks)) if only is None else only
     with ThreadPoolExecutor(4) as pool:
-        for index, good in enumerate(pool.map(check, range(len(chunks)))):
+        for index, good in zip(wanted, pool.map(check, wanted), strict=True):
             if not good:
                 raise bad("the bytes do not match their checksum", index)
 
 
 def uncovered(parts: Iterable[tuple[Piece, ...]]) -> str | None:
     """Why these parts together are not a whole checkpoint, or None if they are."""
-    volume: dict[str, int] = {}
-    wholes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, list[Piece]] = {}
     for pieces in parts:
         for piece in pieces:
-            if piece.private:
-                continue
-            if wholes.setdefault(piece.name, piece.shape) != piece.shape:
-                return f"ranks disagree on the shape of {piece.name}"
-            volume[piece.name] = volume.get(piece.name, 0) + math.prod(piece.extent)
-    for name, shape in wholes.items():
-        if volume[name] != math.prod(shape):
-            return f"{volume[name]} of {math.prod(shape)} elements of {name} are there"
+            if not piece.private:
+                found.setdefault(piece.name, []).append(piece)
+    for name, boxes in found.items():
+        shape = boxes[0].shape
+        if any(piece.shape != shape for piece in boxes):
+            return f"ranks disagree on the shape of {name}"
+        volume = sum(math.prod(piece.extent) for piece in boxes)
+        if volume != math.prod(shape):
+            return f"{volume} of {math.prod(shape)} elements of {name} are there"
+        if len(boxes) > 1 and volume and _overlaps(boxes):
+            return f"some elements of {name} are there twice, and others are not"
     return None
+
+
+def _overlaps(boxes: list[Piece]) -> bool:
+    """Whether two boxes have an element in common. Every edge is extended to a grid; a cell has one owner."""
+    edges = [
+        {edge: i for i, edge in enumerate(sorted({e for p in boxes for e in (p.start[d], p.start[d] + p.extent[d])}))}
+        for d in range(len(boxes[0].shape))
+    ]
+    taken: set[tuple[int, ...]] = set()
+    for piece in boxes:
+        sides = [range(edge[s], edge[s + e]) for edge, s, e in zip(edges, piece.start, piece.extent, strict=True)]
+        for cell in product(*sides):
+            if cell in taken:
+                return True
+            taken.add(cell)
+    return False

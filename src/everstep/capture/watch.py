@@ -1,0 +1,60 @@
+"""Whether the objects of a program still hold the tensors that they held: asked at every cut."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.capture.sharded import local_of
+
+
+class Watch:
+    """Sees, without a line of Python per tensor, whether any of many tensors was replaced or added."""
+
+    def __init__(self) -> None:
+        self._holders: list[dict[Any, Any]] = []
+        self._keys: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._locals: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._growing: list[Any] = []
+        self._sizes: list[int] = []
+        self._plain_holders: list[dict[Any, Any]] = []
+        self._plain_keys: list[Any] = []
+        self._outer_holders: list[dict[Any, Any]] = []
+        self._outer_keys: list[Any] = []
+        self._inner: list[Any] = []
+
+    def add(self, holder: dict[Any, Any], key: Any, tensor: Tensor) -> None:
+        self._holders.append(holder)
+        self._keys.append(key)
+        self._tensors.append(tensor)
+        self._locals.append(local_of(tensor))
+        self._addresses.append(self._locals[-1].data_ptr())
+
+    def grows(self, container: Any) -> None:
+        self._growing.append(container)
+        self._sizes.append(len(container))
+
+    def same(self, holder: dict[Any, Any], key: Any) -> None:
+        """A dict of tensors that may be replaced as a whole."""
+        self._outer_holders.append(holder)
+        self._outer_keys.append(key)
+        self._inner.append(holder.get(key))
+
+    def plain(self, holder: dict[Any, Any], key: Any) -> None:
+        """Something that is no tensor yet."""
+        self._plain_holders.append(holder)
+        self._plain_keys.append(key)
+
+    def unchanged(self) -> bool:
+        return (
+            list(map(len, self._growing)) == self._sizes
+            and all(map(operator.is_, map(dict.get, self._outer_holders, self._outer_keys), self._inner))
+            and not any(map(torch.is_tensor, map(dict.get, self._plain_holders, self._plain_keys)))
+            and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._tensors))
+            and list(map(Tensor.data_ptr, self._locals)) == self._addresses
+        )

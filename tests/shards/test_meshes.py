@@ -1,0 +1,53 @@
+"""From any mesh to any other: the state is the same, tensor by tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from acts import Act, differing, perform
+
+import everstep
+
+FEW = [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("ddp", 2), ("single", 1)]
+NET = [("fsdp", 2), ("fsdp", 4), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("ddp", 2), ("ddp", 3), ("single", 1)]
+PAIR = [*NET, ("fsdp_tp", 4), ("tp", 4), ("tp", 3), ("zero", 2), ("zero", 3)]
+
+SMALL = [("fsdp", 4, "Net", FEW), ("zero", 2, "Pair", [("zero", 3), ("fsdp_tp", 4), ("single", 1)])]
+LARGE = [
+    *((kind, world, "Net", NET) for kind, world in NET),
+    *((kind, world, "Pair", PAIR) for kind, world in PAIR),
+]
+
+
+def sharded_out(source: tuple[str, int], model: str, targets: list[tuple[str, int]], place: Path) -> list[str]:
+    """What differs from the state that was trained, on any target, from memory, from disk, and for a reader."""
+    kind, world = source
+    acts = [Act(kind, world, "run", steps=3, model=model)]
+    acts += [Act(*target, "run", model=model, wipe=i % 2 == 1) for i, target in enumerate([source, *targets, source])]
+    scenes = perform(acts, place)
+    whole = scenes[0].ended[0]["state"]
+    problems = []
+    for act, scene in zip(acts[1:], scenes[1:], strict=True):
+        for rank, began in enumerate(scene.began):
+            assert began["resumed_from"] == 3
+            problems += [f"{act.kind} on {act.world}, rank {rank}: {one}" for one in differing(whole, began["state"])]
+    read: dict[str, Any] = everstep.open(place / "run").load()
+    return problems + [f"read: {name}" for name, value in whole.items() if not torch.equal(read[name], value)]
+
+
+@pytest.mark.parametrize(("kind", "world", "model", "targets"), SMALL, ids=str)
+def test_the_state_is_the_same_on_another_mesh(
+    kind: str, world: int, model: str, targets: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    assert sharded_out((kind, world), model, targets, tmp_path) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "world", "model", "targets"), LARGE, ids=str)
+def test_the_state_is_the_same_on_every_other_mesh(
+    kind: str, world: int, model: str, targets: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    assert sharded_out((kind, world), model, targets, tmp_path) == []
