@@ -166,7 +166,7 @@ def test_reading_commands_start_without_torch(words: str, killed_run: Path) -> N
     assert words != "ls" or "numpy" not in ended.stderr.split()
 
 
-@pytest.mark.parametrize("words", ["simulate spares", "simulate --list", "tune --state 1GB --step 1s"])
+@pytest.mark.parametrize("words", ["simulate spares", "simulate --list", "tune --state 1GB --step 1s", "doctor"])
 def test_what_needs_no_run_starts_without_torch(words: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SEE_WHAT_WAS_LOADED, *words.split()], capture_output=True, text=True, timeout=60
