@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 from everstep.errors import EverstepError
 
 COMMANDS = (
-    "ls", "show", "status", "verify", "plan", "tune", "simulate", "inject", "top", "trace", "report", "export", "halt",
-    "doctor", "scavenge", "rm", "gc", "run", "lab",
+    "ls", "show", "status", "verify", "plan", "tune", "simulate", "inject", "top", "trace", "report", "import",
+    "export", "halt", "doctor", "scavenge", "rm", "gc", "run", "lab",
 )  # fmt: skip
 LAB = ("accuracy",)
 
