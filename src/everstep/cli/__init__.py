@@ -1,7 +1,8 @@
 """The command line: the verbs of the library, for people, and with --json for machines. One file a command.
 
-Exit codes: 0 all is well; 1 other errors; 2 a wrong argument; 3 nothing to restore; 4 damage found; 5 the checkpoint
-and the program differ; 6 the run is held by another process; 7 a medium or memory refused; 8 no keeper.
+Exit codes: 0 all is well; 1 other errors, and what the doctor says must be fixed; 2 a wrong argument; 3 nothing to
+restore; 4 damage found; 5 the checkpoint and the program differ; 6 the run is held by another process; 7 a medium or
+memory refused; 8 no keeper.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typer.core import TyperGroup
 from everstep.errors import EverstepError
 
 COMMANDS = (
-    "ls", "show", "status", "verify", "plan", "tune", "simulate", "inject", "top", "trace", "report", "export", "halt",
-    "scavenge", "rm", "gc", "run", "lab",
+    "ls", "show", "status", "verify", "plan", "tune", "simulate", "inject", "top", "trace", "report", "import",
+    "export", "halt", "doctor", "scavenge", "rm", "gc", "run", "lab",
 )  # fmt: skip
 LAB = ("accuracy",)
 

@@ -36,7 +36,7 @@ from everstep.store.manifest import (
 )
 from everstep.store.retain import to_retire
 from everstep.store.tier import Passing, Tier, freely
-from everstep.types import Commit, Part, PartRef
+from everstep.types import Commit, ImageInfo, Part, PartRef
 
 _ORPHAN_AGE_S = 300.0
 
@@ -71,6 +71,25 @@ def persist_part(
         format=info.format, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
         bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces, cut_time=seal.cut_time,
         torch=torch_version, replica=info.replica,
+    )  # fmt: skip
+    tier.put(part_file, memoryview(encode(part)))
+    return part
+
+
+def put_image(
+    tier: Tier, found: tuple[image.ImageLayout, ImageInfo, memoryview], *, step: int, generation: str,
+    cut_time: float = 0.0, torch_version: str = "", folder: Folder = step_folder,
+) -> Part:  # fmt: skip
+    """Write an image that is in nobody's arena, and its manifest. `cut_time`: 0: now."""
+    layout, info, data = found
+    data_file, part_file = data_name(step, info.rank, folder), part_name(step, info.rank, folder)
+    for leftover in (part_file, data_file):
+        tier.delete(leftover)
+    chunks = tier.put(data_file, data)
+    part = Part(
+        format=info.format, run=info.run, generation=generation, step=step, rank=info.rank, world=info.world,
+        bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces,
+        cut_time=cut_time or time.time(), torch=torch_version, replica=info.replica,
     )  # fmt: skip
     tier.put(part_file, memoryview(encode(part)))
     return part

@@ -137,6 +137,8 @@ def differences(checkpoint: Checkpoint, subjects: Subjects) -> list[str]:
         if dtype != now[name].tensor.dtype:
             found.append(f"{name}: dtype was {dtype}, is {now[name].tensor.dtype}")
     before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
+    if not before:
+        return found  # it was brought from elsewhere, without any
     if [o.type for o in before] != [o.type for o in after]:
         found.append(f"optimizer was {', '.join(o.type for o in before)}, is {', '.join(o.type for o in after)}")
     elif before != after:

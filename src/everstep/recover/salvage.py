@@ -7,7 +7,6 @@ from parity. It needs neither the program nor the job.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
@@ -15,7 +14,6 @@ import msgspec
 
 from everstep import image
 from everstep.errors import Damaged, EverstepError, NothingToRestore
-from everstep.image import CHUNK_BYTES
 from everstep.keeper import flush
 from everstep.keeper.book import Book, grouped
 from everstep.keeper.exchange import ANSWERS, AnyAnswer
@@ -32,16 +30,13 @@ from everstep.store.log import scan, starts
 from everstep.store.manifest import (
     Folder,
     committed_steps,
-    data_name,
-    encode,
-    part_name,
     read_data,
     read_single_part,
     step_folder,
     values_folder,
 )
 from everstep.store.tier import Tier
-from everstep.types import Frame, Holding, ParityHolding, Part, Plan, Records, Survey
+from everstep.types import Frame, Holding, ParityHolding, Plan, Records, Survey
 
 Watch = Callable[[int, int], None]  # is told how many bytes of how many are done
 _Bad = tuple[Holding | ParityHolding | Records, str]
@@ -214,14 +209,6 @@ def _write(reader: _Reader, plan: Plan, tier: Tier, watch: Watch | None) -> list
 
 
 def _put(tier: Tier, holding: Holding, found: Image, folder: Folder = step_folder) -> None:
-    layout, info, data = found
-    data_file, part_file = data_name(holding.step, holding.rank, folder), part_name(holding.step, holding.rank, folder)
-    for leftover in (part_file, data_file):
-        tier.delete(leftover)
-    chunks = tier.put(data_file, data)
-    part = Part(
-        format=info.format, run=info.run, generation=holding.generation, step=holding.step, rank=holding.rank,
-        world=holding.world, bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces,
-        cut_time=holding.cut_time or time.time(), torch="", replica=info.replica,
+    flush.put_image(
+        tier, found, step=holding.step, generation=holding.generation, cut_time=holding.cut_time, folder=folder
     )  # fmt: skip
-    tier.put(part_file, memoryview(encode(part)))

@@ -120,6 +120,7 @@ class State:
     def restore_rest(self, latest: Checkpoint, *, is_record: bool, strict: bool) -> None:
         """Put back what is beside it: values, groups, schedulers, scaler and extras, of a base or of a record."""
         tree = latest.extras
+        strict = strict and not tree.get("imported")  # which has nothing but weights, and maybe an optimizer's state
         if strict and len(tree["schedulers"]) != len(self.schedulers):
             raise Mismatch(f"{len(tree['schedulers'])} schedulers were saved and there are {len(self.schedulers)}")
         if is_record:

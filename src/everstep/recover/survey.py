@@ -42,6 +42,7 @@ class Sources:
             self.shelves[source] = Shelf(tier, run, source=source, node=self.node, everywhere=True)
         self.fetched_bytes = 0  # of the part that was fetched last
         self._wrecks: list[Wreck] = []
+        found = list(find_arenas(arena_root(memory_path), run, self._wrecks))
         if memory_path is not None:
             found += find_arenas(arena_root(None), run, self._wrecks)
         found += inherited(run)
