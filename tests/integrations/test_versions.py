@@ -13,7 +13,7 @@ from everstep.errors import BadConfig, MissingPackage
 from everstep.integrations.versions import need
 
 PACKAGE = Path(everstep.__file__).parent
-FRAMEWORKS = ("lightning",)
+FRAMEWORKS = ("lightning", "transformers")
 
 
 def test_a_framework_is_imported_by_its_own_integration_only() -> None:
@@ -25,7 +25,7 @@ def test_a_framework_is_imported_by_its_own_integration_only() -> None:
             for framework in {*FRAMEWORKS, "torchmetrics"} & {str(name).split(".")[0] for name in names}:
                 found.add((framework, file.relative_to(PACKAGE)))
     room = Path("integrations")
-    needs_too = {("torchmetrics", room / "lightning_loops.py")}
+    needs_too = {("torchmetrics", room / "lightning_loops.py"), ("accelerate", room / "transformers.py")}
     own = {(name, room / f"{name}.py") for name in FRAMEWORKS}
     assert found == own | needs_too | {("lightning", room / "lightning_loops.py")}
 
