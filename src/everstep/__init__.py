@@ -44,7 +44,7 @@ lab/            what is done to them                    damage connections
 lab/            both ways, side by side                 agreement
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
-integrations/   the loops of training frameworks        versions lightning lightning_loops transformers
+integrations/   the loops of training frameworks        versions lightning lightning_loops transformers accelerate
 report/         a run for people who look at it         story rows trace whole series now
 report/         drawn, on one page                      markup figures page
 report/         and what a simulation has written       outcomes simulated
