@@ -96,13 +96,9 @@ def guard(
         on_loss=on_loss, batch=batch, detect_s=seconds(detect_timeout, name="detect_timeout"),
     )  # fmt: skip
     state = State(
-        models=as_list(model, nn.Module, "model"),
-        optimizers=as_list(optimizer, torch.optim.Optimizer, "optimizer"),
-        schedulers=stateful_list(scheduler, "scheduler"),
-        scaler=scaler,
-        extra=extra,
-        compressor=compress,
-    )
+        models=as_list(model, nn.Module, "model"), optimizers=as_list(optimizer, torch.optim.Optimizer, "optimizer"),
+        schedulers=stateful_list(scheduler, "scheduler"), scaler=scaler, extra=extra, compressor=compress,
+    )  # fmt: skip
     return Run(state, loader, chosen)
 
 
@@ -226,9 +222,7 @@ class Run:
         feed = self._feed
         if feed is None:
             raise BadConfig("this run was made without a loader; call run.done() after each step instead of iterating")
-        if self._random is not None:
-            trees.set_random_state(self._random)  # whatever ran since guard() must not have moved it
-            self._random = None
+        self.set_random()
         while not self._is_over(feed):
             try:
                 batch = feed.next_batch()
@@ -238,13 +232,19 @@ class Run:
             self._moments.given()
             yield batch
             self._cut()
-        self._finish()
+        self.finish()
 
     def _is_over(self, feed: Feed) -> bool:
         settings = self.settings
         if self._finished or (settings.steps is not None and self.step >= settings.steps):
             return True
         return settings.epochs is not None and feed.epoch >= settings.epochs
+
+    def set_random(self) -> None:
+        """For loops that call done(): the random state as it was saved, whatever has moved it since guard()."""
+        if self._random is not None:
+            trees.set_random_state(self._random)
+            self._random = None
 
     def done(self) -> bool:
         """Mark the cut by hand, for loops that do not iterate the run. True once `steps` steps are done."""
@@ -274,8 +274,8 @@ class Run:
             "random": trees.random_state(),
         }
 
-    def _finish(self) -> None:
-        """The loop is over: make its last state durable, and let the memory go."""
+    def finish(self) -> None:
+        """The training is over: make its last state durable, and let the memory go. Called by itself when iterated."""
         if self._closed:
             return
         self._finished = True

@@ -209,13 +209,17 @@ class Feed:
         self._set_generators(generators)  # StatefulDataLoader leaves them behind by its worker seed
         return cast(Iterator[Any], iterator)
 
-    def next_batch(self) -> Any:
-        """The next batch, or StopIteration at the end of a pass."""
+    def begin_pass(self) -> Iterator[Any]:
+        """Begin a pass, unless one is under way."""
         if self._iterator is None:
             self._set_epoch()
             self._began = self._beginning()
             self._iterator = iter(self.loader) if self._seats == self.world else self._over_seats(0)
-        batch = next(self._iterator)
+        return self._iterator
+
+    def next_batch(self) -> Any:
+        """The next batch, or StopIteration at the end of a pass."""
+        batch = next(self.begin_pass())
         self._batches += 1
         self._samples += self.batch_samples
         return batch
@@ -232,18 +236,6 @@ class Feed:
             if holder is not None and hasattr(holder, "set_epoch"):
                 holder.set_epoch(self.epoch)
 
-    def _generators(self) -> list[Any]:
-        """The generators of loader and samplers, each once."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        holders = (
-            self.loader,
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        )
-        found = [getattr(holder, "generator", None) for holder in holders]
-        return list({id(g): g for g in found if g is not None}.values())
-
     def _beginning(self) -> dict[str, Any]:
         return {
             "standing": getattr(self.loader, "_iterator", None) is not None,  # persistent workers draw no new seed
@@ -252,7 +244,7 @@ class Feed:
         }
 
     def _generator_states(self) -> list[bytes]:
-        return [generator.get_state().numpy().tobytes() for generator in self._generators()]
+        return [generator.get_state().numpy().tobytes() for generator in generators_of(self.loader)]
 
     def _set_began(self, began: dict[str, Any]) -> None:
         set_random_state(began["random"])
@@ -261,7 +253,7 @@ class Feed:
     def _set_generators(self, states: list[bytes]) -> None:
         import torch
 
-        generators = self._generators()
+        generators = generators_of(self.loader)
         if len(generators) != len(states):
             raise Mismatch("the loader or its sampler had a generator= when saved and has none now, or the reverse")
         for generator, state in zip(generators, states, strict=True):
@@ -303,6 +295,14 @@ class Feed:
         if isinstance(samples, _From):
             samples.drop()
         return cast(Iterator[Any], iterator)
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """The generators of a loader and its samplers, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(g): g for g in found if g is not None}.values())
 
 
 def divide(sampler: Any, ranks: int, rank: int) -> None:

@@ -1,0 +1,132 @@
+"""Lightning's Trainer under Everstep: killed and resumed bit for bit; what cannot be kept is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from killed import check_resumed_bit_for_bit, differences, example, last_state, life
+from lives import run_directory, told
+
+from everstep.errors import BadConfig
+from everstep.events import Started
+from everstep.keeper.process import environment
+
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+
+
+@pytest.fixture
+def cases() -> Any:
+    """Loaded by those who run one, which takes seconds."""
+    return importlib.import_module("lightning_cases")
+
+
+def test_the_example_is_killed_and_resumed_bit_for_bit() -> None:
+    state = check_resumed_bit_for_bit(example("train_lightning").main, kills=(13,))
+    kept = state["extra"]["lightning"]["state"]
+    assert kept["fit"]["epoch_progress"]["current"]["completed"] == 4
+    assert len(kept["callbacks"]["Curve"]["losses"]) == 4 * 20 + 4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kills", [(1,), (10,), (20, 21), (5, 6, 7), (39,), (40,)], ids=str)
+def test_it_may_be_killed_after_any_step(kills: tuple[int, ...]) -> None:
+    check_resumed_bit_for_bit(example("train_lightning").main, kills=kills)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kills", [(6,), (14,), (15, 16)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loader": "plain"},
+        {"loader": "plain", "val_check_interval": 3},
+        {"loader": "plain", "max_steps": 33, "max_epochs": -1},
+        {"loader": "plain", "limit_train_batches": 9, "reload_dataloaders_every_n_epochs": 2},
+        {"loader": "plain", "by_hand": True},
+        {"loader": "stream"},
+        {"loader": "stateful"},
+        {"loader": "workers"},
+    ],
+    ids=str,
+)
+def test_whatever_is_trained_goes_on_bit_for_bit(cases: Any, options: dict[str, Any], kills: tuple[int, ...]) -> None:
+    state = check_resumed_bit_for_bit(lambda: cases.train(**options), kills=kills)
+    seen = state["extra"]["lightning"]["state"]["callbacks"]["Told"]["seen"]
+    assert len(seen) >= 2 and "mean" in seen[1]
+
+
+@pytest.mark.soak
+def test_the_callback_changes_nothing_in_the_training(cases: Any, tmp_path: Path) -> None:
+    """The same losses as without it."""
+    module = example("train_lightning")
+
+    def without() -> None:
+        module.EverstepCallback = cases.Absent
+        module.main()
+
+    with run_directory() as directory:
+        life(without, tmp_path / "losses.json")
+        life(module.main, directory)
+        kept = last_state(directory)["extra"]["lightning"]["state"]["callbacks"]["Curve"]["losses"]
+    assert kept == json.loads((tmp_path / "losses.json").read_text())
+
+
+DRIVER = f"""
+import os, sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from killed import die_after, example
+if os.environ.get("DIE_AFTER"):
+    die_after(int(os.environ["DIE_AFTER"]))
+example("train_lightning").main()
+"""
+
+
+@pytest.mark.soak
+def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+
+    def job(directory: Path, die_after: str = "") -> int:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        clean = {**environment(), "OMP_NUM_THREADS": "1", "DIE_AFTER": die_after}
+        return subprocess.run(
+            [*torchrun, str(driver), "--dir", str(directory), "--devices", "2"], env=clean, timeout=240
+        ).returncode
+
+    with run_directory() as whole, run_directory() as killed:
+        assert job(whole) == 0
+        assert job(killed, "7") != 0
+        assert job(killed) == 0
+        assert {event.step for event in told(killed, Started)} & {6, 7}
+        assert differences(last_state(killed), last_state(whole)) == []
+
+
+# -- what is refused
+
+
+def test_sharded_strategies_are_refused_in_one_sentence(cases: Any) -> None:
+    for strategy in cases.sharded():
+        trainer = SimpleNamespace(strategy=strategy, callbacks=[])
+        with pytest.raises(BadConfig, match=f"^{type(strategy).__name__} divides the state .* use strategy='ddp'"):
+            cases.EverstepCallback("nowhere").setup(trainer, cases.Various(), "fit")
+
+
+def test_what_cannot_be_kept_is_refused_before_the_training(cases: Any) -> None:
+    with run_directory() as directory:
+        with pytest.raises(BadConfig, match=r"Saves.on_save_checkpoint\(\) writes into a checkpoint file"):
+            cases.fit(directory, cases.Various(), callbacks=(cases.Saves(),))
+        with pytest.raises(BadConfig, match="hides when a batch is asked for"):
+            cases.fit(directory, cases.TakesAll())
+        assert not directory.exists()
+        with pytest.raises(BadConfig, match="one train dataloader"):
+            cases.fit(directory, cases.Various(), loaders=2)
