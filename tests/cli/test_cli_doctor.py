@@ -111,6 +111,13 @@ def test_packages_that_are_missing_old_or_half_there() -> None:
     assert "S3" in found["everstep[objects]"].advice
 
 
+def test_an_extra_that_is_too_new_is_worth_a_look() -> None:
+    requirements = ["lightning<2.7,>=2.6; extra == 'lightning'"]
+    for version, verdict in (("2.5.9", "worth a look"), ("2.6.6", "ok"), ("2.7.0", "worth a look")):
+        [line] = package_lines(requirements, {"lightning": version}.get)
+        assert (line.found, line.verdict) == (f"lightning {version}", verdict)
+
+
 def test_every_extra_is_described() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert BRINGS.keys() == project["optional-dependencies"].keys() - {"dev"}

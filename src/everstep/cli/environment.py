@@ -45,6 +45,9 @@ BRINGS = {
     "mpi": "programs that were written for SCR and MPI",
     "report": "everstep report",
     "nvml": "how busy the accelerators were, in reports",
+    "lightning": "the callback for Lightning",
+    "transformers": "the callback for the Trainer of transformers",
+    "accelerate": "loops over what Accelerate prepared",
 }
 
 
@@ -77,23 +80,23 @@ def package_lines(requirements: list[str], version_of: Callable[[str], str | Non
 
 
 def _required(requirement: str, version_of: Callable[[str], str | None]) -> Line:
-    name, wanted = _parts(requirement)
+    name = _name(requirement)
     found = version_of(name)
     if found is None:
         return Line(what=name, found="not installed", verdict="must be fixed", advice=f"pip install '{requirement}'")
-    if _numbers(found) < _numbers(wanted):
+    if not _suits(found, requirement):
         return Line(what=name, found=found, verdict="must be fixed", advice=f"pip install -U '{requirement}'")
     return Line(what=name, found=found)
 
 
 def _optional(extra: str, requirements: list[str], version_of: Callable[[str], str | None]) -> Line:
     """All of an extra, or nothing of it, is as somebody wanted it; a part of it does not do what it should."""
-    versions = {requirement: version_of(_parts(requirement)[0]) for requirement in requirements}
-    bad = [one for one, found in versions.items() if found is None or _numbers(found) < _numbers(_parts(one)[1])]
+    versions = {requirement: version_of(_name(requirement)) for requirement in requirements}
+    bad = [one for one, found in versions.items() if found is None or not _suits(found, one)]
     what, install = f"everstep[{extra}]", f"pip install 'everstep[{extra}]'"
     if not any(versions.values()):
         return Line(what=what, found="not installed", advice=f"{install} for {BRINGS[extra]}")
-    there = ", ".join(f"{_parts(one)[0]} {found or 'missing'}" for one, found in versions.items())
+    there = ", ".join(f"{_name(one)} {found or 'missing'}" for one, found in versions.items())
     if bad:
         return Line(what=what, found=there, verdict="worth a look", advice=f"{install} for {BRINGS[extra]}")
     return Line(what=what, found=there)
@@ -106,9 +109,16 @@ def installed(name: str) -> str | None:
         return None
 
 
-def _parts(requirement: str) -> tuple[str, str]:
-    name, _, wanted = requirement.partition(">=")
-    return name.split("[")[0].strip(), wanted
+def _name(requirement: str) -> str:
+    return re.split(r"[\[<>=~! ]", requirement, maxsplit=1)[0]
+
+
+def _suits(version: str, requirement: str) -> bool:
+    """Whether a version is from the least to before the first that will not do, where a requirement names them."""
+    least, below = (re.search(sign + r"([\d.]+)", requirement) for sign in (">=", "<"))
+    if least is not None and _numbers(version) < _numbers(least[1]):
+        return False
+    return below is None or _numbers(version) < _numbers(below[1])
 
 
 def _numbers(version: str) -> tuple[int, ...]:
