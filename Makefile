@@ -7,7 +7,7 @@ WORKERS ?= 4
 # Tests start thousands of processes, each of which would compile all of everstep anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint bench soak docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,16 @@ lint: $(STAMP)
 bench: $(STAMP)  ## the CPU tables, under five minutes
 	$(BIN)/python bench/cpu.py
 
+# All documents as they lie, with what they link to, so that every link in the repository holds on the site too.
+docs: $(VENV)/.docs-installed  ## the site, under build/site
+	rm -rf build
+	git ls-files -z -- '*.md' '*.py' '*.toml' '*.json' '*.txt' '*.png' '*.svg' LICENSE | xargs -0 cp --parents -t $$(mkdir -p build/docs && echo build/docs)
+	NO_MKDOCS_2_WARNING=1 PATH=$(CURDIR)/$(BIN):$$PATH mkdocs build --strict --quiet
+
+$(VENV)/.docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist runs
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
