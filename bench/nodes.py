@@ -118,10 +118,22 @@ def _processor_s(process: psutil.Process | None) -> float:
 
 
 def _cores(rank: int) -> tuple[int, int]:
-    """Of a trainer and of its keeper: half of them are for trainers. One each, where there are enough."""
-    cores = sorted(os.sched_getaffinity(0))
+    """Of a trainer and of its keeper: half of them are for trainers. One each, where there are enough.
+
+    Two that are threads of one core go to two trainers, or to two keepers.
+    """
+    cores = sorted(os.sched_getaffinity(0), key=lambda core: (min(_siblings(core)), core))
     half = len(cores) // 2
-    return cores[rank % half], cores[half + rank % half]
+    apart = [*range(0, half, 2), *range(1, half, 2)]  # neighbours share a core, if any do
+    return cores[apart[rank % half]], cores[half + apart[rank % half]]
+
+
+def _siblings(core: int) -> list[int]:
+    try:
+        said = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return [core]
+    return [int(number) for number in said.replace("-", ",").split(",")]
 
 
 def _pin(pid: int, core: int) -> None:
