@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import everstep
 from everstep.capture import layout, position, snapshot, steering
-from everstep.capture.sharded import local_of
+from everstep.capture.sharded import local_of, stepping
 from everstep.keeper.client import keeper_pid
 from everstep.tune.controller import Measured
 
@@ -190,6 +190,7 @@ def describe(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for name, tensor in [*value.named_parameters(remove_duplicate=False), *value.named_buffers()]:
             yield from describe(tensor, f"{path}.{name}")
     elif hasattr(value, "state_dict"):
+        value = stepping(value)  # of an optimizer that ranks have taken apart, this one's part
         yield from describe(value.state_dict(), path)
     elif isinstance(value, Mapping):
         for key, item in value.items():

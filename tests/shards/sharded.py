@@ -16,7 +16,7 @@ SHARDED: list[str] = []
 def train(trial: Trial, kind: str, model: nn.Module, *, evaluates: bool = False) -> None:
     model, optimizer = laid_out(kind, model)
     data = Numbers(48)
-    sees_all = kind == "tp"  # ranks that have parts of one computation
+    sees_all = kind in ("tp", "fsdp_tp")  # ranks that have parts of one computation
     sampler = DistributedSampler(data, num_replicas=1 if sees_all else None, rank=0 if sees_all else None, seed=3)
     loader = DataLoader(data, batch_size=2, shuffle=False) if sees_all else DataLoader(data, 2, sampler=sampler)
     run = trial.guard(model, optimizer, loader, epochs=None, steps=8)
@@ -28,6 +28,8 @@ def train(trial: Trial, kind: str, model: nn.Module, *, evaluates: bool = False)
         loss.backward()
         trial.at("backward")
         sealed(trial)
+        if run.step == 3:
+            run.wait("durable")
         optimizer.step()
         trial.at("step")
         optimizer.zero_grad()

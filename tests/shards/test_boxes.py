@@ -25,7 +25,7 @@ from everstep.errors import Damaged
 from everstep.image import FORMAT, lay_out
 from everstep.recover.assemble import _common, view
 from everstep.recover.needs import Needs, Place
-from everstep.store.manifest import uncovered
+from everstep.store.manifest import _overlaps, uncovered
 from everstep.types import ImageInfo, Piece
 
 RUN = "0" * 32
@@ -181,6 +181,18 @@ def test_what_is_no_box_is_refused(shape: tuple[int, ...], placements: list[Any]
 def piece(start: tuple[int, int], extent: tuple[int, int]) -> Piece:
     size = math.prod(extent) * 4
     return Piece(name="w", dtype="F32", shape=(4, 4), start=start, extent=extent, offset=0, length=size)
+
+
+@given(st.data())
+def test_boxes_overlap_if_an_element_is_in_two_of_them(data: st.DataObject) -> None:
+    """Against counting elements, for as many of them as the tensor has."""
+    sides = [[data.draw(st.integers(0, 3)) for _ in range(2)] for _ in range(data.draw(st.integers(1, 4)))]
+    boxes = [piece((a, b), (data.draw(st.integers(0, 4 - a)), data.draw(st.integers(0, 4 - b)))) for a, b in sides]
+    counts = torch.zeros(4, 4)
+    for one in boxes:
+        counts[one.start[0] : one.start[0] + one.extent[0], one.start[1] : one.start[1] + one.extent[1]] += 1
+    assert (uncovered([tuple(boxes)]) is None) == bool((counts == 1).all())
+    assert _overlaps(boxes) == bool((counts > 1).any())
 
 
 def test_boxes_that_cover_some_elements_twice_are_no_checkpoint() -> None:

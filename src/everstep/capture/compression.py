@@ -12,11 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from everstep.capture.bits import cut_up, same_bits
 from everstep.capture.compressor import Compressor, communication_hook
-from everstep.capture.layout import Subjects, is_replicated
+from everstep.capture.layout import Subjects, ddp_of
 from everstep.capture.reductions import has_hook
 from everstep.errors import BadConfig
 
@@ -29,7 +29,7 @@ class Compression:
     def __init__(self, subjects: Subjects, compressor: Compressor) -> None:
         self.compressor = compressor
         compressor.bind(subjects.names())
-        replicated = [_ddp(model) for model in subjects.models if is_replicated(model)]
+        replicated = [ddp for ddp in map(ddp_of, subjects.models) if ddp is not None]
         hooked = {id(p) for model in replicated for p in model.parameters()}
         for model in replicated:
             if has_hook(model):
@@ -91,10 +91,3 @@ class Compression:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel:
-    while hasattr(model, "_orig_mod"):
-        model = model._orig_mod  # type: ignore[assignment]
-    assert isinstance(model, nn.parallel.DistributedDataParallel)
-    return model

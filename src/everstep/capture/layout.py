@@ -138,14 +138,19 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
-def is_replicated(module: nn.Module) -> bool:
-    """Whether all ranks have the same: one that is so among some of them only is each rank's own."""
+def ddp_of(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """The DDP around a model, if there is one."""
     while hasattr(module, "_orig_mod"):
         module = module._orig_mod  # type: ignore[assignment]
-    if not isinstance(module, nn.parallel.DistributedDataParallel):
-        return False
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
-    return world is None or module.process_group.size() == world
+    return module if isinstance(module, nn.parallel.DistributedDataParallel) else None
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether all ranks have the same: what is so among some of them only is each rank's own."""
+    ddp = ddp_of(module)
+    if ddp is None or not torch.distributed.is_initialized():
+        return ddp is not None
+    return ddp.process_group.size() == torch.distributed.get_world_size()
 
 
 def optimizer_name(index: int, count: int) -> str:
