@@ -208,7 +208,7 @@ def test_a_table_of_contents_is_data(tmp_path: Path) -> None:
             inert.read(bad, file="")
 
 
-def test_what_is_cut_off_or_flipped_is_damage_and_leaves_no_step(tmp_path: Path) -> None:
+def test_what_is_cut_off_is_damage_and_leaves_no_step(tmp_path: Path) -> None:
     model, optimizer = trained()
     for kind in ("safetensors", "torch", "hf sharded", "dcp"):
         place = tmp_path / kind
