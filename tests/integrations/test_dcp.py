@@ -162,10 +162,11 @@ def test_what_dcp_knows_of_a_checkpoint_comes_back(tmp_path: Path) -> None:
     )
 
 
-def test_a_save_that_is_killed_anywhere_leaves_the_last_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_save_that_is_killed_anywhere_leaves_the_last_one(every: int, tmp_path: Path) -> None:
     old, new = {"w": torch.arange(2000.0), "n": 1}, {"w": -torch.arange(2000.0), "n": 2}
     save(tmp_path / "old", old)
-    for operation in range(60):
+    for operation in range(0, 60, every):
         place = Path(shutil.copytree(tmp_path / "old", tmp_path / f"run-{operation}"))
 
         def life(operation: int = operation, place: Path = place) -> dict[str, Any]:
@@ -394,3 +395,9 @@ def test_a_rank_that_dies_in_a_save_leaves_nothing_that_loads(tmp_path: Path) ->
     assert said[1] == "killed" and "Error" in said[0]
     past = everstep.open(tmp_path / "run")
     assert past.steps() == [1] and torch.equal(past.load()["model.rows"], WHOLE)
+
+
+def test_ranks_that_do_not_see_the_same_directory_are_told_so(tmp_path: Path) -> None:
+    said = ranks(lambda rank: dcp.save(sharded(), storage_writer=Writer(tmp_path / f"run-{rank}")), tmp_path / "job")
+    assert all("not all parts are in" in one and "do all ranks see it?" in one for one in said)
+    assert everstep.open(tmp_path / "run-0").steps() == []

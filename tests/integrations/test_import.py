@@ -260,9 +260,10 @@ def test_each_refusal_says_what_to_do(tmp_path: Path) -> None:
         adopt(tmp_path / "two.pt", tmp_path / "run", key="a")
 
 
-def test_an_import_that_is_killed_anywhere_leaves_a_whole_step_or_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+def test_an_import_that_is_killed_anywhere_leaves_a_whole_step_or_none(every: int, tmp_path: Path) -> None:
     torch.save({"w": torch.arange(1000.0)}, tmp_path / "w.pt")
-    for operation in range(100):
+    for operation in range(0, 100, every):
         place = tmp_path / f"run-{operation}"
 
         def life(operation: int = operation, place: Path = place) -> dict[str, Any]:
