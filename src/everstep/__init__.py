@@ -48,6 +48,7 @@ integrations/   programs written for SCR                scr scr_settings scr_mee
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
 integrations/   checkpoints of other tools              given inert dcp_files foreign parts adopt
 integrations/   the loops of training frameworks        versions lightning lightning_loops transformers accelerate
+integrations/   torch.distributed.checkpoint            dcp dcp_table
 report/         a run for people who look at it         story rows trace whole series now
 report/         drawn, on one page                      markup figures page
 report/         and what a simulation has written       outcomes simulated

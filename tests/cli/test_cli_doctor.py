@@ -16,6 +16,7 @@ from everstep.cli.environment import (
     Line,
     clock_line,
     disk_lines,
+    file_system,
     gpu_lines,
     is_synchronized,
     locked_memory_line,
@@ -91,6 +92,21 @@ def test_a_disk_that_gives_back_other_bytes_must_be_fixed(tmp_path: Path, monkey
 def test_a_file_system_without_o_direct_is_worth_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskTier, "direct", False)
     assert looked_at(tmp_path)["O_DIRECT"].verdict == "worth a look"
+
+
+def test_a_directory_in_memory_is_worth_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 0:20 / / rw,relatime - overlay overlay rw\n"
+        "22 21 0:21 / /dev/shm rw - tmpfs shm rw,size=64k\n"
+        "23 21 0:22 / /a\\040b rw shared:1 - ext4 /dev/sda1 rw\n"
+    )
+    kinds = {place: file_system(Path(place), mounts) for place in ("/dev/shm/run", "/dev/shmall", "/a b/c", "/")}
+    assert kinds == {"/dev/shm/run": "tmpfs", "/dev/shmall": "overlay", "/a b/c": "ext4", "/": "overlay"}
+    assert file_system(tmp_path, tmp_path / "none") == ""
+    assert looked_at(tmp_path)["free disk"].verdict == ("worth a look" if file_system(tmp_path) == "tmpfs" else "ok")
+    monkeypatch.setattr(environment, "file_system", lambda place: "tmpfs")
+    assert looked_at(tmp_path)["free disk"].verdict == "worth a look"
 
 
 def test_packages_that_are_missing_old_or_half_there() -> None:

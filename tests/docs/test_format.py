@@ -14,6 +14,7 @@ from everstep import image, timeline, types
 from everstep.capture import arena as arenas
 from everstep.capture import extras
 from everstep.capture.arena import Arena
+from everstep.integrations import dcp_table
 from everstep.store import frame as frames
 from everstep.store import objects
 from everstep.store.gaps import to_gaps
@@ -23,7 +24,7 @@ TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
 RECORDS = [
     types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.HaltRecord,
     types.ImageInfo, types.OptimizerInfo, types.Frame, types.DatasetRecord, types.TiersRecord,
-    types.ParityRecord, types.ParityMember, types.ParityPart,
+    types.ParityRecord, types.ParityMember, types.ParityPart, dcp_table.Note,
 ]  # fmt: skip
 TYPES = {"StructType": "Codec",
     "IntType": "integer", "StrType": "string", "LiteralType": "string", "FloatType": "number", "BoolType": "boolean",

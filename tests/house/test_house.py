@@ -39,6 +39,7 @@ PURE = (
 )
 
 FOREIGN = (Path("integrations/foreign.py"), Path("integrations/dcp_files.py"))  # which read files of other tools
+IN_MEMORY = Path("integrations/dcp.py")  # gives DCP's planners what they want, out of what was read as plain data
 
 every_module = pytest.mark.parametrize("file", FILES, ids=str)
 
@@ -253,7 +254,8 @@ def test_nothing_reads_or_writes_pickle(file: Path) -> None:
     writers = {"torch.save", "dcp.save", "checkpoint.save", "dcp.async_save"}
     readers = {"torch.load", "np.load", "numpy.load", "dcp.load", "checkpoint.load", "torch.package"}
     assert not tails & (readers - {"torch.load"} if file in FOREIGN else readers)
-    assert file == Path("recover/export.py") or not tails & writers
+    in_memory = {"torch.save"} if file == IN_MEMORY else set()
+    assert file == Path("recover/export.py") or not tails & (writers - in_memory)
     objects = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list"}
     assert not {name.split(".")[-1] for name in used} & objects
 
@@ -263,6 +265,12 @@ def test_files_of_other_tools_are_read_as_weights_only(file: Path) -> None:
     calls = [node for node in ast.walk(tree(file)) if isinstance(node, ast.Call) and dotted(node.func) == "torch.load"]
     said = [{word.arg: ast.unparse(word.value) for word in call.keywords}.get("weights_only") for call in calls]
     assert said and set(said) == {"True"}
+
+
+def test_what_planners_of_dcp_are_given_never_leaves_memory() -> None:
+    calls = [ast.unparse(node) for node in ast.walk(tree(IN_MEMORY)) if isinstance(node, ast.Call)]
+    assert [call for call in calls if call.startswith("torch.save")] == ["torch.save(value, made)"]
+    assert "made = io.BytesIO()" in (PACKAGE / IN_MEMORY).read_text()
 
 
 def test_export_is_where_pickle_would_be_seen() -> None:

@@ -250,6 +250,26 @@ def is_synchronized() -> bool | None:
 # -- the disk
 
 
+def file_system(place: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Its kind, as the kernel calls it; empty if it does not say."""
+    found: dict[Path, str] = {}
+    try:
+        for line in mounts.read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            found[Path(before.split()[4].replace("\\040", " "))] = after.split()[0]
+    except (OSError, IndexError):
+        return ""
+    return next((found[one] for one in (place, *place.parents) if one in found), "")
+
+
+def _free_line(tier: DiskTier, kind: str) -> Line:
+    free = human_bytes(tier.free_bytes())
+    if kind not in ("tmpfs", "ramfs"):
+        return Line(what="free disk", found=free)
+    advice = "it is memory: a reboot takes the checkpoints along; put dir= on a disk"
+    return Line(what="free disk", found=f"{free}, on {kind}", verdict="worth a look", advice=advice)
+
+
 class _TooSlow(Exception):
     pass
 
@@ -267,7 +287,7 @@ def disk_lines(directory: Path, watch: Callable[[int], None], *, patience_s: flo
         return
     tier = DiskTier(folder)
     try:
-        yield Line(what="free disk", found=human_bytes(tier.free_bytes()))
+        yield _free_line(tier, file_system(place))
         yield from _measured(tier, what, watch, patience_s)
     except (EverstepError, OSError) as error:
         yield Line(what=what, found=str(error), verdict="must be fixed", advice="a run could not write here")

@@ -133,11 +133,12 @@ def _model_part(tree: dict[str, Any], key: str | None) -> dict[str, Any]:
                 there = ", ".join(map(str, found)) if isinstance(found, dict) else "nothing"
                 raise BadConfig(f"there is no {word!r} on the way to {key}; there is {there}")
             found = found[word]
-    elif not any(isinstance(one, Given) for one in tree.values()):
+    else:
         named = [one for one in _MODEL_KEYS if isinstance(tree.get(one), dict)]
-        if len(named) != 1:
+        is_one = any(isinstance(one, Given) for one in tree.values())  # a state_dict by itself
+        if len(named) > 1 or not (named or is_one):
             raise BadConfig(f"which of {', '.join(map(str, tree)) or 'nothing'} is the model? Say so with key (--key)")
-        found = tree[named[0]]
+        found = tree[named[0]] if named else tree
     if not isinstance(found, dict):
         raise BadConfig(f"{key} is not a state_dict")
     return found

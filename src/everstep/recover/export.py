@@ -74,6 +74,8 @@ def optimizer_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _everything(checkpoint: Checkpoint) -> dict[str, Any]:
+    if "dcp" in checkpoint.extras:
+        return _as_saved(checkpoint)
     optimizers = optimizer_states(checkpoint)
     return {
         "model": module_state(checkpoint, "model."),
@@ -83,6 +85,16 @@ def _everything(checkpoint: Checkpoint) -> dict[str, Any]:
         "extra": extra_state(checkpoint),
         "step": checkpoint.step,
     }
+
+
+def _as_saved(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What was saved through torch.distributed.checkpoint: the state_dict that it was given, whatever that is."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    state: dict[str, Any] = {name: checkpoint.tensor(name) for name in checkpoint.pieces}
+    state |= checkpoint.extras["values"]
+    paths = checkpoint.extras["dcp"]["paths"] or {}
+    return unflatten_state_dict(state, {name: tuple(paths.get(name, (name,))) for name in state})
 
 
 def _safetensors(checkpoint: Checkpoint, path: Path, only: str) -> None:
