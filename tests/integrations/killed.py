@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from lives import live, must_finish, run_directory, told
 
 import everstep
 from everstep.events import Started
+from everstep.keeper.process import environment
 from everstep.run import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -105,3 +107,39 @@ def check_resumed_bit_for_bit(program: Callable[[], Any], *words: object, kills:
         different = differences(state, expected)
         assert not different, f"not the same: {different}"
         return state
+
+
+DRIVER = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from killed import die_after, example
+name, step = sys.argv[1:3]
+del sys.argv[1:3]
+if step != "never":
+    die_after(int(step))
+example(name).main()
+"""
+OF_LAUNCHERS = ("OMPI_", "PMIX_", "SLURM", "EVERSTEP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC")
+
+
+def job(name: str, directory: Path, step: int | str, *words: object) -> int:
+    """How a job of two ranks under torchrun has ended."""
+    driver = directory.with_name("driver.py")
+    driver.write_text(DRIVER)
+    clean = {key: value for key, value in environment().items() if not key.startswith(OF_LAUNCHERS)}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, driver, name, step, "--dir", directory, *words]
+    offline = {**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(list(map(str, command)), env=offline, timeout=280, stdin=subprocess.DEVNULL).returncode
+
+
+def check_ranks_resumed_bit_for_bit(name: str, *words: object, kill: int) -> None:
+    """Two ranks of DDP: both are killed after a step, and the same command goes on."""
+    with run_directory() as whole, run_directory() as killed:
+        assert job(name, whole, "never", *words) == 0
+        assert job(name, killed, kill, *words) != 0
+        assert job(name, killed, "never", *words) == 0
+        began = {(event.world, event.step) for event in told(killed, Started)}
+        assert (2, 0) in began and began & {(2, kill - 1), (2, kill)}, began
+        different = differences(last_state(killed), last_state(whole))
+        assert not different, f"not the same: {different}"

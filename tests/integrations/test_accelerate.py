@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from killed import check_resumed_bit_for_bit, example
+from killed import check_ranks_resumed_bit_for_bit, check_resumed_bit_for_bit, example
 from lives import live
 
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
@@ -26,6 +26,11 @@ def cases() -> Any:
 def test_the_example_is_killed_and_resumed_bit_for_bit() -> None:
     state = check_resumed_bit_for_bit(example("train_accelerate").main, kills=(16,))
     assert state["step"] == 33 and len(state["extra"]["losses"]["value"]) == 63
+
+
+@pytest.mark.soak
+def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
+    check_ranks_resumed_bit_for_bit("train_accelerate", kill=8)
 
 
 @pytest.mark.soak

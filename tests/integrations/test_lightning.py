@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,12 +13,10 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from killed import check_resumed_bit_for_bit, differences, example, last_state, life
-from lives import run_directory, told
+from killed import check_ranks_resumed_bit_for_bit, check_resumed_bit_for_bit, example, last_state, life
+from lives import run_directory
 
 from everstep.errors import BadConfig
-from everstep.events import Started
-from everstep.keeper.process import environment
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 
@@ -81,34 +78,9 @@ def test_the_callback_changes_nothing_in_the_training(cases: Any, tmp_path: Path
     assert kept == json.loads((tmp_path / "losses.json").read_text())
 
 
-DRIVER = f"""
-import os, sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
-from killed import die_after, example
-if os.environ.get("DIE_AFTER"):
-    die_after(int(os.environ["DIE_AFTER"]))
-example("train_lightning").main()
-"""
-
-
 @pytest.mark.soak
-def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-
-    def job(directory: Path, die_after: str = "") -> int:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        clean = {**environment(), "OMP_NUM_THREADS": "1", "DIE_AFTER": die_after}
-        return subprocess.run(
-            [*torchrun, str(driver), "--dir", str(directory), "--devices", "2"], env=clean, timeout=240
-        ).returncode
-
-    with run_directory() as whole, run_directory() as killed:
-        assert job(whole) == 0
-        assert job(killed, "7") != 0
-        assert job(killed) == 0
-        assert {event.step for event in told(killed, Started)} & {6, 7}
-        assert differences(last_state(killed), last_state(whole)) == []
+def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
+    check_ranks_resumed_bit_for_bit("train_lightning", "--devices", 2, kill=7)
 
 
 # -- what is refused

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from killed import check_resumed_bit_for_bit, differences, example, last_state, life
+from killed import check_ranks_resumed_bit_for_bit, check_resumed_bit_for_bit, differences, example, last_state, life
 from lives import run_directory
 
 import everstep
@@ -34,6 +34,11 @@ def test_the_example_is_killed_and_resumed_bit_for_bit() -> None:
     kept = state["extra"]["transformers"]["state"]["state"]
     assert kept["global_step"] == 36 and kept["epoch"] == 3.0
     assert sum("loss" in entry for entry in kept["log_history"]) == 12
+
+
+@pytest.mark.soak
+def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
+    check_ranks_resumed_bit_for_bit("train_hf", kill=8)
 
 
 @pytest.mark.soak

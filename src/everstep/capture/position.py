@@ -299,8 +299,10 @@ class Feed:
 
 def generators_of(loader: Any) -> list[Any]:
     """The generators of a loader and its samplers, each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    holders, one = [loader, getattr(loader, "sampler", None)], getattr(loader, "batch_sampler", None)
+    while one is not None:
+        holders += [one, getattr(one, "sampler", None)]
+        one = getattr(one, "batch_sampler", None)  # one that shares out the batches of another
     found = [getattr(holder, "generator", None) for holder in holders]
     return list({id(g): g for g in found if g is not None}.values())
 
