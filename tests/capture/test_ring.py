@@ -21,14 +21,14 @@ from lives import live, must_finish, run_directory, train_tiny
 
 def slowly(directory: Path, **options: Any) -> dict[str, Any]:
     """A life whose records are sealed only after the next step has begun."""
-    drain = Sheet.drain
+    finish = Sheet.finish
 
-    def later(sheet: Sheet, *arguments: Any) -> float:
+    def later(sheet: Sheet, *arguments: Any) -> None:
         time.sleep(0.03)
-        return drain(sheet, *arguments)
+        finish(sheet, *arguments)
 
     Sheet.leaves_later = property(lambda sheet: True)  # type: ignore[assignment, method-assign]
-    Sheet.drain = later  # type: ignore[method-assign]
+    Sheet.finish = later  # type: ignore[method-assign]
     return train_tiny(directory, strategy="log", steps=12, **options)
 
 
