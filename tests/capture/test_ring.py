@@ -51,3 +51,25 @@ def test_a_slot_that_is_still_being_filled_is_not_given_away(ratio: float | None
         assert resumed["resumed_from"] >= 6
         assert resumed["digest"] == whole["digest"]
         assert any(isinstance(event, Replayed) for event in read_events(two))
+
+
+def test_when_a_record_cannot_leave_the_device_its_residuals_are_let_go_too_and_the_loop_hears_of_it() -> None:
+    """The next update waits until both have left spare memory; whatever happens to the first, it must not for ever."""
+    launch = Sheet.launch
+    launched: list[str] = []
+
+    def fails(sheet: Sheet, *arguments: Any) -> float:
+        launched.append(sheet.arena.kind)
+        if sheet.arena.kind == "log":
+            raise RuntimeError("the link is gone")
+        return launch(sheet, *arguments)
+
+    def life() -> dict[str, Any]:
+        Sheet.leaves_later = property(lambda sheet: True)  # type: ignore[assignment, method-assign]
+        Sheet.launch = fails  # type: ignore[method-assign]
+        with pytest.raises(everstep.EverstepError, match="the link is gone"):
+            train_tiny(directory, strategy="log", compress=everstep.compress.TopK(0.2))
+        return {"launched": launched}
+
+    with run_directory() as directory:
+        assert must_finish(life)["launched"][:2] == ["log", "values"]
