@@ -1,8 +1,8 @@
 """Accelerate: a loop over prepared objects, guarded by one call that learns all of them from the Accelerator.
 
-Models, optimizers, schedulers and whatever was registered for checkpointing come back as they were, and so does the
-count of batches that gradient accumulation goes by. A prepared loader reads a batch ahead, so it is not its sampler
-that is set back: as many batches are skipped as were given to the loop. On one device and with DDP.
+Models, optimizers, schedulers and whatever was registered for checkpointing come back as they were. The count that
+gradient accumulation goes by need not: it begins anew after every step. A prepared loader reads a batch ahead, so it
+is not its sampler that is set back: as many batches are skipped as were given to the loop. On one device and with DDP.
 """
 
 from __future__ import annotations
@@ -38,25 +38,11 @@ def guard(
     if getattr(loader, "use_stateful_dataloader", False):
         raise BadConfig("use_stateful_dataloader is not needed and does not work with Everstep: leave it out")
     kept = extra if isinstance(extra, dict) else dict(extra or {})
-    kept["accelerate"] = _Count(accelerator)
     kept |= {f"accelerate.{number}": one for number, one in enumerate(accelerator._custom_objects)}
     return door.guard(
         accelerator._models, [one.optimizer for one in accelerator._optimizers], _Skipping(loader), dir=dir,
         scheduler=accelerator._schedulers, scaler=accelerator.scaler, extra=kept, **options,
     )  # fmt: skip
-
-
-class _Count:
-    """How many batches were accumulated, as Accelerate counts them."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._accelerator.step = state["step"]
 
 
 class _Skipping:

@@ -130,10 +130,10 @@ class FedLoader:
             self._feed.end_pass()
             self._feed.epoch = epoch
         self._is_resumed = False
-        self._feed.begin_pass()
-        return self
+        return self  # the pass begins with its first batch: its order is drawn then, and must be drawn again from there
 
     def __next__(self) -> Any:
+        self._feed.begin_pass()
         if self._untrained:
             self._untrained -= 1  # Lightning had this one already when the cut was made
         else:
