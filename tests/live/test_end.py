@@ -53,7 +53,7 @@ def lose_before(name: int, has_it: bool) -> Act:
             if has_it:
                 topology.exchange = die  # type: ignore[assignment]
             else:
-                here.run._finish = die
+                here.run.finish = die
 
     return act
 
