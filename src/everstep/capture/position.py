@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -41,9 +42,16 @@ def _kind(loader: Any) -> str:
 
 
 def _forgetful(dataset: Any) -> bool:
-    """Whether a stream cannot say where it stands: neither it nor its iterator, a generator, has a state_dict."""
+    """Whether a stream cannot say where it stands: neither it nor its iterator, a generator, has a state_dict.
+
+    Those of Hugging Face have one, but a shuffle buffer is not in it, and the pass after a resumed one begins where
+    that one was resumed.
+    """
     from torch.utils.data import IterableDataset
 
+    streams = getattr(sys.modules.get("datasets"), "IterableDataset", None)
+    if streams is not None and isinstance(dataset, streams):
+        return True
     is_stream = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
     return is_stream and inspect.isgeneratorfunction(type(dataset).__iter__)
 
