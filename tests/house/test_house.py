@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -305,3 +306,9 @@ def test_no_public_signature_hides_its_types(name: str) -> None:
     if inspect.isfunction(public):
         untyped = [p.name for p in inspect.signature(public).parameters.values() if p.annotation is p.empty]
         assert not untyped
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Pytest loads them by name: of two with the same one the second is an error, whatever is in it."""
+    names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,12 @@ class Echo:
 
 @pytest.fixture
 def echo() -> Iterator[Echo]:
+    with started() as one:
+        yield one
+
+
+@contextmanager
+def started() -> Iterator[Echo]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(PATIENCE_S)
         words = [sys.executable, "-u", "-c", ECHO, str(server.getsockname()[1])]
@@ -116,8 +123,14 @@ def test_both_sides_are_told_of_a_connection_that_is_ended_and_inner_ones_stay(e
     assert cut(echo).end() == 0
 
 
-def test_what_is_between_those_who_are_cut_off_together_is_left_alone(echo: Echo) -> None:
-    with echo.connect() as talk:
+def test_what_is_between_those_who_are_cut_off_together_is_left_alone() -> None:
+    """In a process that has no other connections: those of other tests in this one would be cut, too."""
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def cut_off_together() -> None:
+    with started() as echo, echo.connect() as talk:
         assert answers(talk, b"a")
         assert cut(echo, *echo.pids()).silence() == 0
         assert cut(echo, *echo.pids()).end() == 0
@@ -145,3 +158,7 @@ def test_a_descriptor_that_is_something_else_by_now_is_left_alone(echo: Echo) ->
         copy = connections._copy(there, str(os.fstat(talk.fileno()).st_ino))
         assert copy is not None and copy.getpeername() == talk.getpeername()
         copy.close()
+
+
+if __name__ == "__main__":
+    cut_off_together()
