@@ -48,6 +48,7 @@ BRINGS = {
     "lightning": "the callback for Lightning",
     "transformers": "the callback for the Trainer of transformers",
     "accelerate": "loops over what Accelerate prepared",
+    "ray": "train functions of Ray Train",
 }
 
 
