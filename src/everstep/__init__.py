@@ -47,7 +47,8 @@ lab/            both ways, side by side                 agreement
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
 integrations/   checkpoints of other tools              given inert dcp_files foreign parts adopt
-integrations/   the loops of training frameworks        versions lightning lightning_loops transformers accelerate
+integrations/   the loops of training frameworks        versions lightning lightning_loops transformers
+integrations/   and calls for those without loops       accelerate deepspeed
 integrations/   torch.distributed.checkpoint            dcp dcp_table
 report/         a run for people who look at it         story rows trace whole series now
 report/         drawn, on one page                      markup figures page

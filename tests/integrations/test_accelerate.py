@@ -30,7 +30,7 @@ def test_the_example_is_killed_and_resumed_bit_for_bit() -> None:
 
 @pytest.mark.soak
 def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
-    check_ranks_resumed_bit_for_bit("train_accelerate", kill=8)
+    check_ranks_resumed_bit_for_bit(example("train_accelerate").main, kill=8)
 
 
 @pytest.mark.soak

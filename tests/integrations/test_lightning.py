@@ -80,7 +80,7 @@ def test_the_callback_changes_nothing_in_the_training(cases: Any, tmp_path: Path
 
 @pytest.mark.soak
 def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
-    check_ranks_resumed_bit_for_bit("train_lightning", "--devices", 2, kill=7)
+    check_ranks_resumed_bit_for_bit(example("train_lightning").main, "--devices", 2, kill=7)
 
 
 # -- what is refused

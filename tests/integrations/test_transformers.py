@@ -23,6 +23,13 @@ from everstep.errors import BadConfig
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
+@pytest.fixture(autouse=True)
+def loaded() -> None:
+    """Trainer loads DeepSpeed where it is installed: once here, and not in every life."""
+    if find_spec("deepspeed") is not None:
+        importlib.import_module("deepspeed")
+
+
 @pytest.fixture
 def cases() -> Any:
     """Loaded by those who run one, which takes seconds."""
@@ -38,7 +45,7 @@ def test_the_example_is_killed_and_resumed_bit_for_bit() -> None:
 
 @pytest.mark.soak
 def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
-    check_ranks_resumed_bit_for_bit("train_hf", kill=8)
+    check_ranks_resumed_bit_for_bit(example("train_hf").main, kill=8)
 
 
 @pytest.mark.soak

@@ -13,7 +13,7 @@ from everstep.errors import BadConfig, MissingPackage
 from everstep.integrations.versions import need
 
 PACKAGE = Path(everstep.__file__).parent
-FRAMEWORKS = ("lightning", "transformers", "accelerate")
+FRAMEWORKS = ("lightning", "transformers", "accelerate", "deepspeed")
 
 
 def test_a_framework_is_imported_by_its_own_integration_only() -> None:

@@ -49,6 +49,7 @@ BRINGS = {
     "transformers": "the callback for the Trainer of transformers",
     "accelerate": "loops over what Accelerate prepared",
     "ray": "train functions of Ray Train",
+    "deepspeed": "loops over an engine of DeepSpeed with ZeRO 1 or 2",
 }
 
 

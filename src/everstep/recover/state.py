@@ -172,6 +172,11 @@ def is_stateful(value: object) -> bool:
 
 def as_list(value: Any, kind: type, name: str) -> list[Any]:
     items = [value] if isinstance(value, kind) else list(value) if isinstance(value, list | tuple) else []
+    if any(type(one).__module__.startswith("deepspeed.runtime.") for one in items or [value]):
+        raise BadConfig(
+            "DeepSpeed keeps weights and optimizer in places of its own: everstep.integrations.deepspeed.guard(engine, "
+            "loader, dir=...) knows them"
+        )
     if not items or not all(isinstance(item, kind) for item in items):
         raise BadConfig(f"{name} must be a {kind.__module__}.{kind.__name__} or a list of them, not {value!r}")
     return items
