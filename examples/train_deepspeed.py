@@ -1,6 +1,8 @@
 """Trains a small network with DeepSpeed's ZeRO, guarded by one call. Kill it whenever you like; start it again.
 
     torchrun --nproc-per-node 2 examples/train_deepspeed.py --dir runs/deepspeed
+
+Started again it goes on, with as many ranks.
 """
 
 from __future__ import annotations
