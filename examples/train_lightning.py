@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-import lightning as L
+import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from everstep.integrations.lightning import EverstepCallback
@@ -16,6 +17,10 @@ class Classifier(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:  # --fsdp
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -56,17 +61,17 @@ def main() -> None:
     parser.add_argument("--dir", required=True)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--fsdp", action="store_true")
     arguments = parser.parse_args()
     L.seed_everything(1, verbose=False)
-    x = torch.randn(320, 16)
-    data = TensorDataset(x, (x[:, :4] * x[:, 4:8]).argmax(dim=1))
-    model, curve, guarded = Classifier(), Curve(), EverstepCallback(arguments.dir)
+    data = TensorDataset(x := torch.randn(320, 16), (x[:, :4] * x[:, 4:8]).argmax(dim=1))
+    curve, guarded = Curve(), EverstepCallback(arguments.dir)
+    strategy = L.strategies.ModelParallelStrategy(arguments.devices, 1) if arguments.fsdp else "auto"
     trainer = L.Trainer(
-        max_epochs=arguments.epochs, accelerator="cpu", devices=arguments.devices, accumulate_grad_batches=2,
-        strategy="ddp" if arguments.devices > 1 else "auto", callbacks=[curve, guarded], val_check_interval=5,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        devices=arguments.devices, strategy=strategy, accelerator="cpu", max_epochs=arguments.epochs, logger=False,
+        accumulate_grad_batches=2, val_check_interval=5, callbacks=[curve, guarded], enable_checkpointing=False,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(data, batch_size=16, shuffle=True), DataLoader(data, batch_size=64))
+    trainer.fit(Classifier(), DataLoader(data, batch_size=16, shuffle=True), DataLoader(data, batch_size=64))
     print(f"resumed from {guarded.run.resumed_from}, now at step {trainer.global_step}, {len(curve.losses)} losses")
 
 

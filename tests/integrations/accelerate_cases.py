@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
+from fsdp_on_cpus import shard_on_cpus
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -37,7 +39,12 @@ class Stream(IterableDataset):
         yield from tensors()
 
 
-def train(kind: str = "plain", accumulate: int = 1, **config: Any) -> None:
+def train_sharded() -> None:
+    shard_on_cpus()
+    train(plugin=FullyShardedDataParallelPlugin(2, auto_wrap_policy="size_based_wrap", min_num_params=100))
+
+
+def train(kind: str = "plain", accumulate: int = 1, plugin: Any = None, **config: Any) -> None:
     set_seed(4)
     generator = torch.Generator().manual_seed(9)
     loader = {
@@ -47,8 +54,9 @@ def train(kind: str = "plain", accumulate: int = 1, **config: Any) -> None:
         "workers": lambda: DataLoader(tensors(), 4, shuffle=True, num_workers=1),
     }[kind]()
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=accumulate, dataloader_config=DataLoaderConfiguration(**config)
-    )
+        cpu=True, gradient_accumulation_steps=accumulate, dataloader_config=DataLoaderConfiguration(**config),
+        fsdp_plugin=plugin,
+    )  # fmt: skip
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
@@ -74,4 +82,5 @@ def guard_wrongly(distributed: str | None = None, *, prepared: bool = True, **co
         model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
     if distributed is not None:
         accelerator.state.distributed_type = distributed
+        accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)
     guard(accelerator, loader, dir=sys.argv[2])

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import MeetingPlace, live, must_finish, run_directory, told, way_to
 
 import everstep
-from everstep.events import Started
+from everstep.events import Degraded, Started
 from everstep.run import Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -165,7 +165,9 @@ def _fork_rank(rank: int, port: int, said: Path, main: Callable[[], Any]) -> int
     return pid
 
 
-def check_ranks_resumed_bit_for_bit(program: Callable[[], Any], *words: object, kill: int) -> dict[str, Any]:
+def check_ranks_resumed_bit_for_bit(
+    program: Callable[[], Any], *words: object, kill: int, sharded: bool = False
+) -> dict[str, Any]:
     """Two ranks: both are killed after a step, and the same command goes on. The last state of rank 0."""
     with run_directory() as whole, run_directory() as killed:
         job(program, whole, *words)
@@ -173,6 +175,7 @@ def check_ranks_resumed_bit_for_bit(program: Callable[[], Any], *words: object, 
         job(program, killed, *words)
         began = {(event.rank, event.world, event.step) for event in told(killed, Started)}
         assert began in [{(rank, WORLD, step) for rank in range(WORLD) for step in (0, at)} for at in (kill - 1, kill)]
+        assert sharded == any("is a DTensor" in event.reason for event in told(killed, Degraded))
         for rank in range(WORLD):
             different = differences(last_state(killed, rank), last_state(whole, rank))
             assert not different, f"not the same on rank {rank}: {different}"

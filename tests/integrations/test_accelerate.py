@@ -34,6 +34,12 @@ def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kill", [1, 8, 31])
+def test_two_ranks_of_fsdp2_are_killed_and_resumed_bit_for_bit(cases: Any, kill: int) -> None:
+    check_ranks_resumed_bit_for_bit(cases.train_sharded, kill=kill, sharded=True)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("kills", [(1,), (10,), (11,), (12, 13), (22, 23), (32,), (33,)], ids=str)
 def test_it_may_be_killed_after_any_step(kills: tuple[int, ...]) -> None:
     check_resumed_bit_for_bit(example("train_accelerate").main, kills=kills)
@@ -62,7 +68,10 @@ def test_whatever_is_trained_goes_on_bit_for_bit(cases: Any, options: dict[str, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"distributed": "FSDP"}, "keeps the state of one device and of DDP with Accelerate, and this is FSDP"),
+        (
+            {"distributed": "FSDP"},
+            "keeps the state of one device, of DDP and of FSDP2 (fsdp_version=2) with Accelerate, and this is FSDP",
+        ),
         ({"prepared": False}, "prepare model, optimizer and loader with accelerator.prepare"),
         ({"use_stateful_dataloader": True}, "use_stateful_dataloader is not needed"),
     ],

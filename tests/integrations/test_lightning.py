@@ -83,13 +83,19 @@ def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
     check_ranks_resumed_bit_for_bit(example("train_lightning").main, "--devices", 2, kill=7)
 
 
+def test_two_ranks_of_fsdp2_are_killed_and_resumed_bit_for_bit() -> None:
+    check_ranks_resumed_bit_for_bit(example("train_lightning").main, "--devices", 2, "--fsdp", kill=7, sharded=True)
+
+
 # -- what is refused
 
 
 def test_sharded_strategies_are_refused_in_one_sentence(cases: Any) -> None:
     for strategy in cases.sharded():
         trainer = SimpleNamespace(strategy=strategy, callbacks=[])
-        with pytest.raises(BadConfig, match=f"^{type(strategy).__name__} divides the state .* use strategy='ddp'"):
+        with pytest.raises(
+            BadConfig, match=f"^{type(strategy).__name__} divides the state .* use strategy='ddp' or Model"
+        ):
             cases.EverstepCallback("nowhere").setup(trainer, cases.Various(), "fit")
 
 

@@ -49,6 +49,12 @@ def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kill", [1, 8, 15])
+def test_two_ranks_of_fsdp2_are_killed_and_resumed_bit_for_bit(cases: Any, kill: int) -> None:
+    check_ranks_resumed_bit_for_bit(cases.train_sharded, kill=kill, sharded=True)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("kills", [(1,), (12,), (13, 14), (3, 6, 24), (35,), (36,)], ids=str)
 def test_it_may_be_killed_after_any_step(kills: tuple[int, ...]) -> None:
     check_resumed_bit_for_bit(example("train_hf").main, kills=kills)
@@ -108,7 +114,7 @@ def test_what_cannot_be_kept_is_refused(cases: Any) -> None:
     wrong = {"is_fsdp_enabled": True, "is_deepspeed_enabled": True, "n_gpu": 2, "auto_find_batch_size": True}
     for name, value in wrong.items():
         settings = SimpleNamespace(**{**usual, name: value})
-        trainer = SimpleNamespace(args=settings, **vars(settings))
+        trainer = SimpleNamespace(args=settings, accelerator=SimpleNamespace(is_fsdp2=False), **vars(settings))
         sentence = "give the batch size" if name == "auto_find_batch_size" else "FSDP, DeepSpeed or DataParallel"
         with pytest.raises(BadConfig, match=sentence):
             cases.EverstepCallback(trainer, "nowhere").on_train_begin(settings, SimpleNamespace(), SimpleNamespace())

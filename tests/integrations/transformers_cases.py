@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from fsdp_on_cpus import shard_on_cpus
 from killed import example
 from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler
@@ -74,6 +76,16 @@ def train(kind: str = "plain", *, is_patient: bool = False, **options: Any) -> N
     if is_patient:
         trainer.add_callback(Patient(guarded))
     trainer.train()
+
+
+def train_sharded() -> None:
+    """The example, whose blocks and tied weights are sharded."""
+    shard_on_cpus()
+    module = example("train_hf")
+    module.TrainingArguments = partial(
+        TrainingArguments, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": "GPT2Block"}
+    )
+    module.main()
 
 
 def example_without_callback(path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Models, optimizers, schedulers and whatever was registered for checkpointing come back as they were. The count that
 gradient accumulation goes by need not: it begins anew after every step. A prepared loader reads a batch ahead, so it
-is not its sampler that is set back: as many batches are skipped as were given to the loop. On one device and with DDP.
+is not its sampler that is set back: as many batches are skipped as were given to the loop. On one device, with DDP
+and with FSDP2.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def guard(
     accelerator: Accelerator, loader: Any, *, dir: str | Path, extra: Mapping[str, object] | None = None, **options: Any
 ) -> door.Run:
     """Guard a loop over `loader`, which was prepared like the rest. `extra` and `options`: as for everstep.guard()."""
-    if accelerator.distributed_type not in _WHOLE:
+    if accelerator.distributed_type not in _WHOLE and not accelerator.is_fsdp2:
         raise BadConfig(
-            f"Everstep keeps the state of one device and of DDP with Accelerate, and this is "
+            "Everstep keeps the state of one device, of DDP and of FSDP2 (fsdp_version=2) with Accelerate, and this is "
             f"{accelerator.distributed_type}: start it without, or keep to accelerator.save_state()."
         )
     if not accelerator._optimizers or loader not in accelerator._dataloaders:

@@ -2,7 +2,7 @@
 
 The cut is made where Lightning asks for its next batch: by then the step before it is over, with its validation, its
 schedulers and its logs. What the loops, callbacks and metrics know at that moment travels with every checkpoint, and
-the train dataloader becomes one that knows where it stands. On one device and with DDP; what shards state is refused.
+the train dataloader becomes one that knows where it stands. On one device, with DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from everstep.run import Run, guard
 need("lightning", "everstep.integrations.lightning", least="2.6", below="2.7")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy  # noqa: E402
+from lightning.pytorch.strategies import (  # noqa: E402
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.trainer.states import RunningStage  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
+
+_KEPT = SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy
 
 
 class EverstepCallback(Callback):
@@ -93,10 +100,10 @@ class EverstepCallback(Callback):
 def _check(trainer: Trainer, module: LightningModule) -> None:
     """Whatever would not come back as it was is refused before anything is trained."""
     kind = type(trainer.strategy)
-    if not issubclass(kind, SingleDeviceStrategy | DDPStrategy) or issubclass(kind, DeepSpeedStrategy):
+    if not issubclass(kind, _KEPT) or issubclass(kind, DeepSpeedStrategy):
         raise BadConfig(
-            f"{kind.__name__} divides the state among ranks, and Everstep keeps that of one device and of DDP with "
-            "Lightning: use strategy='ddp', or leave EverstepCallback out."
+            f"{kind.__name__} divides the state among ranks in a way of its own, and Everstep keeps one device, "
+            "DDP and FSDP2 with Lightning: use strategy='ddp' or ModelParallelStrategy, or leave the callback out."
         )
     for one, of in ((module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)):
         if type(one).on_save_checkpoint is not of.on_save_checkpoint:

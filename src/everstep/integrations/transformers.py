@@ -3,7 +3,7 @@
 The cut is made when a step begins: by then the step before it is over, with its logs, its evaluation and its own
 checkpoint. What Trainer knows at that moment travels with every checkpoint of ours: its state, the losses that it has
 not logged yet, its callbacks, and how the epoch's order was drawn. Trainer skips the batches that are over by itself,
-as it does after resume_from_checkpoint. On one device and with DDP; whatever shards state is refused.
+as it does after resume_from_checkpoint. On one device, with DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -77,10 +77,12 @@ class EverstepCallback(TrainerCallback):
 
 
 def _check(trainer: Trainer) -> None:
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.n_gpu > 1:
+    is_fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    if is_fsdp1 or trainer.is_deepspeed_enabled or trainer.args.n_gpu > 1:
         raise BadConfig(
-            "Everstep keeps the state of one device and of DDP with transformers, and this Trainer uses FSDP, "
-            "DeepSpeed or DataParallel: start it with torchrun and without them, or leave EverstepCallback out."
+            "Everstep keeps the state of one device, of DDP and of FSDP2 (fsdp_version 2) with transformers, and this "
+            "Trainer uses the first FSDP, DeepSpeed or DataParallel: start it with torchrun and without them, or leave "
+            "EverstepCallback out."
         )
     if trainer.args.auto_find_batch_size:
         raise BadConfig("auto_find_batch_size starts the training anew within itself: give the batch size")
