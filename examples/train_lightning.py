@@ -36,9 +36,7 @@ class Classifier(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
-class Curve(L.Callback):
-    """What was logged, step by step: kept by Everstep because it has a state_dict."""
-
+class Curve(L.Callback):  # what was logged, step by step: kept by Everstep because it has a state_dict
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -68,8 +66,9 @@ def main() -> None:
     curve, guarded = Curve(), EverstepCallback(arguments.dir)
     strategy = L.strategies.ModelParallelStrategy(arguments.devices, 1) if arguments.fsdp else "auto"
     trainer = L.Trainer(
-        devices=arguments.devices, strategy=strategy, accelerator="cpu", max_epochs=arguments.epochs, logger=False,
-        accumulate_grad_batches=2, val_check_interval=5, callbacks=[curve, guarded], enable_checkpointing=False,
+        max_epochs=arguments.epochs, accelerator="cpu", devices=arguments.devices, accumulate_grad_batches=2,
+        strategy=strategy, callbacks=[curve, guarded], val_check_interval=5, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Classifier(), DataLoader(data, batch_size=16, shuffle=True), DataLoader(data, batch_size=64))
     print(f"resumed from {guarded.run.resumed_from}, now at step {trainer.global_step}, {len(curve.losses)} losses")
