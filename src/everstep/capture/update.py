@@ -69,6 +69,8 @@ def why_not(optimizer: optim.Optimizer) -> str:
     name = type(optimizer).__qualname__
     if isinstance(optimizer, optim.LBFGS):
         return f"{name} calls the model several times in one step"
+    if hasattr(optimizer, "skip_synchronize"):
+        return f"{name} averages gradients of all ranks within step(), as Horovod does: one of them cannot repeat it"
     if isinstance(optimizer, optim.SparseAdam):
         return f"{name} takes sparse gradients"
     parameters = parameters_of(optimizer)

@@ -18,7 +18,7 @@ from everstep.errors import BadConfig, Mismatch
 from everstep.integrations.versions import need
 from everstep.run import Run, guard
 
-need("transformers", "everstep.integrations.transformers", least="5.17", below="6")
+need("transformers", "everstep.integrations.transformers", least="5.3", below="6")
 
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
