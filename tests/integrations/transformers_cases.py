@@ -83,7 +83,7 @@ def train_sharded() -> None:
     shard_on_cpus()
     module = example("train_hf")
     module.TrainingArguments = partial(
-        TrainingArguments, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": "GPT2Block"}
+        TrainingArguments, fsdp=True, fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": "GPT2Block"}
     )
     module.main()
 
