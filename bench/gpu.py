@@ -1,6 +1,7 @@
 """Everstep and its peers on one CUDA device.
 
     python bench/gpu.py frequency [--only resnet18,gpt2] [--method NAME]   how often, and what every step costs
+    python bench/gpu.py recovery [--only gpt2]                             from SIGKILL to the first new step
     python bench/gpu.py exact [--only gpt2]                                kill -9, resume, compare bits
 
 Blocks of steps with and without captures take turns on one model in one process, so every ratio comes from one run.
@@ -19,9 +20,10 @@ from common import Report, machine
 from gpu_exact import EXACT, bench_exact, exact_child, exact_report
 from gpu_frequency import METHODS, bench_frequency, frequency_report
 from gpu_models import CASES
+from gpu_recovery import MODELS, bench_recovery, recovery_report
 
 HERE = Path(__file__).parent
-PARTS = {"frequency": CASES, "exact": EXACT}
+PARTS = {"frequency": CASES, "recovery": MODELS, "exact": EXACT}
 
 
 def main() -> None:
@@ -52,6 +54,9 @@ def main() -> None:
         if given.part == "exact":
             report.data = bench_exact(chosen, Path(folder))
             exact_report(report, report.data)
+        elif given.part == "recovery":
+            report.data = bench_recovery(chosen, Path(folder), given.budget)
+            recovery_report(report, report.data)
         else:
             methods = [name for name in METHODS if not given.method or name in given.method.split(";")]
             report.data = bench_frequency(

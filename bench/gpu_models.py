@@ -42,7 +42,7 @@ def _vision(title: str, model: nn.Module, batch: int, size: int) -> Case:
 
 
 def _language(title: str, model: nn.Module, batch: int, length: int, vocab: int) -> Case:
-    model = model.to(DEVICE).train()
+    title, model = f"{title}, {batch} x {length}", model.to(DEVICE).train()
 
     def loss() -> Tensor:
         tokens = torch.randint(0, vocab, (batch, length), device=DEVICE)
@@ -51,21 +51,24 @@ def _language(title: str, model: nn.Module, batch: int, length: int, vocab: int)
     return Case(title, model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), loss)
 
 
-def _transformer(name: str) -> Case:
+BATCHES = {"gpt2": (32, 1024), "bert": (16, 512), "gpt2-xl": (8, 1024)}
+
+
+def _transformer(name: str, batch: int, length: int) -> Case:
     import transformers
 
     if name == "bert":
         bert = transformers.BertConfig(
             hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
         )
-        return _language("BERT-large, AdamW, 16 x 512", transformers.BertForMaskedLM(bert), 16, 512, 30522)
+        return _language("BERT-large, AdamW", transformers.BertForMaskedLM(bert), batch, length, 30522)
     if name == "gpt2":
         gpt = transformers.GPT2Config(use_cache=False)
-        return _language("GPT-2 124M, AdamW, 32 x 1024", transformers.GPT2LMHeadModel(gpt), 32, 1024, 50257)
+        return _language("GPT-2 124M, AdamW", transformers.GPT2LMHeadModel(gpt), batch, length, 50257)
     xl = transformers.GPT2Config(use_cache=False, n_embd=1600, n_layer=48, n_head=25)
     with torch.device(DEVICE):  # weights are made there: on the host that takes a minute
         model = transformers.GPT2LMHeadModel(xl)
-    return _language("GPT-2 XL 1.6B, AdamW, 8 x 1024", model, 8, 1024, 50257)
+    return _language("GPT-2 XL 1.6B, AdamW", model, batch, length, 50257)
 
 
 def _stand_in(name: str) -> Case:
@@ -80,12 +83,13 @@ def _stand_in(name: str) -> Case:
     return Case(f"stand-in for {name}", model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss)
 
 
-def make_case(name: str) -> Case:
+def make_case(name: str, *, light: bool = False) -> Case:
+    """`light`: few tokens, where only the state matters."""
     torch.manual_seed(0)
     if DEVICE != "cuda":
         return _stand_in(name)
-    if name in ("gpt2", "bert", "gpt2-xl"):
-        return _transformer(name)
+    if name in BATCHES:
+        return _transformer(name, *((1, 64) if light else BATCHES[name]))
     import torchvision.models as vision
 
     match name:
