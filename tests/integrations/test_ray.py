@@ -21,7 +21,10 @@ from lives import run_directory, told
 from everstep.events import Started
 from everstep.keeper.process import environment
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs ray"),
+    pytest.mark.soak,  # Ray alone starts a dozen processes, each with all of it
+]
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
 
@@ -96,7 +99,6 @@ def _wait_for_none(cluster: Cluster) -> list[psutil.Process]:
     return left
 
 
-@pytest.mark.soak
 def test_all_of_ray_is_killed_and_a_new_one_goes_on_bit_for_bit(cluster: Cluster) -> None:
     """The driver, the workers and all between them; and the keeper, which was started by one of them."""
     with run_directory() as whole, run_directory() as killed:
@@ -117,7 +119,6 @@ def test_all_of_ray_is_killed_and_a_new_one_goes_on_bit_for_bit(cluster: Cluster
         assert not different, f"not the same: {different}"
 
 
-@pytest.mark.soak
 def test_a_halt_ends_the_training_and_ray_takes_it_for_done(cluster: Cluster) -> None:
     with run_directory() as directory:
         driver = cluster.start(directory, 100_000, 0)
