@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from everstep.capture.layout import Subjects, optimizer_name
 from everstep.capture.sharded import is_zero, stepping
@@ -17,6 +18,15 @@ class Place:
     shape: tuple[int, ...]
     start: tuple[int, ...]
     extent: tuple[int, ...]
+
+
+class Some(Protocol):
+    """Whoever knows which bytes of an image are wanted."""
+
+    @property
+    def is_partial(self) -> bool: ...
+
+    def ranges(self, layout: ImageLayout, info: ImageInfo) -> list[tuple[int, int]]: ...
 
 
 class Needs:
