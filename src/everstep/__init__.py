@@ -44,11 +44,12 @@ lab/            and what losses do to a model           mishaps trial lessons wo
 lab/            the same on real processes              injections processes watching injector verdict
 lab/            what is done to them                    damage connections
 lab/            both ways, side by side                 agreement
+integrations/   checkpoints that a program hands over   slots
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
 integrations/   checkpoints of other tools              given inert dcp_files foreign parts adopt
 integrations/   the loops of training frameworks        versions lightning lightning_loops transformers accelerate
-integrations/   torch.distributed.checkpoint            dcp dcp_table
+integrations/   torch.distributed.checkpoint            dcp dcp_life dcp_search dcp_table
 report/         a run for people who look at it         story rows trace whole series now
 report/         drawn, on one page                      markup figures page
 report/         and what a simulation has written       outcomes simulated

@@ -92,6 +92,22 @@ def test_a_save_is_in_memory_that_outlives_its_process_and_its_keeper(tmp_path: 
     assert everstep.open(tmp_path).steps()[-1] == 3
 
 
+def test_a_bit_that_turns_in_memory_is_noticed_from_the_first_moment(tmp_path: Path) -> None:
+    def life() -> None:
+        writer = Writer(tmp_path, until="sealed", tiers=[SELDOM])
+        dcp.save(state(1), storage_writer=writer, no_dist=True)
+        keeper = keeper_pid(run_of(tmp_path)) or 0
+        os.kill(keeper, signal.SIGSTOP)
+        dcp.save(state(2), storage_writer=writer, no_dist=True)
+        os.kill(keeper, signal.SIGKILL)
+
+    killed_after(life)
+    assert sources(tmp_path)[2] == ("memory",)
+    flip_in_memory(tmp_path, 2)
+    with pytest.raises(CheckpointException, match=r"memory: the bytes do not match their checksum .* chunk 1"):
+        loaded(tmp_path, state(0))
+
+
 def test_a_keeper_brings_what_its_program_left_to_the_disk(tmp_path: Path) -> None:
     killed_after(lambda: dcp.save(state(1), storage_writer=Writer(tmp_path, until="sealed"), no_dist=True))
     deadline = time.monotonic() + 30
@@ -223,6 +239,27 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     with pytest.raises(Misuse, match=r"AsyncCheckpointerType\.THREAD"):
         pickle.dumps(writer)  # as AsyncCheckpointerType.PROCESS does
+
+
+def test_saves_that_fail_on_one_rank_cost_the_others_nothing(tmp_path: Path) -> None:
+    """What the others have sealed of them is worth nothing, and takes no room from the last that is whole."""
+
+    def app(rank: int) -> object:
+        writer = Writer(tmp_path / "run", until="sealed", tiers=[SELDOM])
+        for factor in (1, 2):
+            dcp.save(rows(factor), storage_writer=writer)
+        for _ in range(4):
+            with pytest.raises(CheckpointException, match=r"f is a builtins\.function"):
+                dcp.save({**rows(9), "f": (lambda: 1) if rank == 0 else 1}, storage_writer=writer)
+        found = rows(0)
+        dcp.load(found, storage_reader=Reader(tmp_path / "run"))
+        if rank == 0:
+            assert "memory" in sources(tmp_path / "run")[2]
+        dcp.save(rows(3), storage_writer=writer)
+        return found["n"], bool(torch.equal(found["w"].full_tensor(), WHOLE * 2))
+
+    assert ranks(app, tmp_path / "job") == ["(2, True)"] * 2
+    assert everstep.open(tmp_path / "run").latest() == 7
 
 
 # -- nodes
