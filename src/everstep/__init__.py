@@ -4,6 +4,7 @@ run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
 types errors events timeline cadence checked tiers config image launch wires topology signals halt
+notebook
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 tune/           by the rules of others, and offline     classics levels machine

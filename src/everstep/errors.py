@@ -147,12 +147,13 @@ class Unstorable(EverstepError, TypeError):
 class RunHeld(EverstepError, RuntimeError):
     exit_code = 6
 
-    def __init__(self, directory: str, pid: int, host: str) -> None:
+    def __init__(self, directory: str, pid: int, host: str, *, is_own: bool = False) -> None:
+        """`is_own`: by this very process."""
         self.directory, self.pid, self.host = directory, pid, host
-        super().__init__(
-            f"{directory} is in use by process {pid} on {host}. "
-            "Wait for it to end, stop it, or give this run a directory of its own."
-        )
+        advice = "Wait for it to end, stop it, or give this run a directory of its own."
+        if is_own:
+            advice = "That is this one: close() the run that it has there before it makes another."
+        super().__init__(f"{directory} is in use by process {pid} on {host}. {advice}")
 
 
 class NotEnoughMemory(EverstepError, MemoryError):

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable
 
-from everstep import topology
 from everstep.capture.arena import Arena
 from everstep.capture.life import Life
 from everstep.config import Settings
@@ -20,8 +18,6 @@ from everstep.events import Sink
 from everstep.image import ImageLayout
 from everstep.keeper.arrival import arrive, check
 from everstep.keeper.client import KeeperClient
-from everstep.keeper.protocol import runtime_folder
-from everstep.keeper.scavenge import sign
 from everstep.keeper.session import checksums
 from everstep.recover.survey import Sources
 from everstep.store.claim import Claim
@@ -38,11 +34,8 @@ def begin_life(
     Returns the arenas, too, that an earlier life has left.
     """
     check(settings, place)
-    generation = topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
     keeper = KeeperClient(settings.keeper, claim.run, settings.directory, emit)
-    arrive(keeper, settings, place, claim, generation=generation, resumed_from=newest, replica="")
-    for folder in {runtime_folder(claim.run), runtime_folder(claim.run, settings.tiers.memory.path)}:
-        sign(folder, settings.directory, emit)
+    generation = arrive(keeper, settings, place, claim, emit, resumed_from=newest, replica="")
     left, rings = look().left_to(place, is_followed=False)
     life = Life(
         run=claim.run, generation=generation, topology=place, settings=settings, emit=emit, attach=keeper.attach

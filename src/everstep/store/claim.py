@@ -105,7 +105,8 @@ def _hold(directory: Path, place: Topology, *, common: bool) -> int | None:
         holder = next(filter(None, topology.exchange(holder, place)), b"")
         if holder:
             pid, _, host = holder.decode(errors="replace").partition(" ")
-            raise RunHeld(str(directory), int(pid) if pid.isdigit() else 0, host)
+            number = int(pid) if pid.isdigit() else 0
+            raise RunHeld(str(directory), number, host, is_own=(number, host) == (os.getpid(), place.node))
     return lock
 
 
