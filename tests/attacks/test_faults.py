@@ -299,12 +299,12 @@ def test_a_second_run_in_the_same_process_is_refused_too() -> None:
         except RunHeld as error:
             first.close()
             everstep.guard(model, optimizer, loader, dir=directory, keeper="inline").close()
-            return {"pid": error.pid, "me": os.getpid()}
+            return {"pid": error.pid, "me": os.getpid(), "said": str(error)}
         return {}
 
     with run_directory() as directory:
         result = must_finish(life)
-        assert result["pid"] == result["me"]
+        assert result["pid"] == result["me"] and "close() the run that it has there" in result["said"]
 
 
 def test_the_workers_of_a_loader_do_not_hold_the_run_of_a_killed_trainer() -> None:
