@@ -3,14 +3,13 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events timeline cadence checked tiers config image launch wires topology signals halt
-notebook
+types errors events timeline cadence checked tiers config image launch wires topology signals halt notebook
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
 capture/        which part of a tensor is whose         sharded watch layout buckets
-capture/        off the device, without stopping it     host arena life copier shape snapshot extras
+capture/        off the device, without stopping it     host arena life copier hooks shape snapshot extras
 capture/        where the data stands                   stream position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update purity sheet form tap gradients
