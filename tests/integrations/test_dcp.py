@@ -226,6 +226,7 @@ def test_a_memory_format_that_is_not_kept_is_named() -> None:
         ({"sparse": torch.eye(3).to_sparse()}, "sparse is a torch.layout"),
         ({"wide": torch.ones(2, dtype=torch.complex128)}, "wide is a torch.dtype"),
         ({"everstep.extras": torch.ones(2)}, "everstep.extras is a torch.dtype"),
+        ({"nowhere": torch.empty(2, device="meta")}, "nowhere is a torch.Tensor.* no data"),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
 )

@@ -177,6 +177,8 @@ class Writer(StorageWriter):
         for item in tensors:
             found = planner.resolve_data(item)
             assert isinstance(found, torch.Tensor)
+            if found.is_meta:
+                raise Unstorable(item.index.fqn, found, "it is on the meta device and has no data")
             places[item.index.fqn].copy_(found.detach())
         rank = self._life.place.rank
         if rank == 0:
