@@ -273,9 +273,9 @@ class Formed:
         if world == 1:
             self.form(dist.HashStore, 0, 1)
             return
-        import torch.testing._internal.distributed.fake_pg  # which makes the backend known
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # where torch has that backend
 
-        dist.init_process_group("fake", rank=0, world_size=world)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         _FORMED[dist.group.WORLD] = self
 
     def form(self, store: Callable[[], Any], rank: int, world: int) -> None:

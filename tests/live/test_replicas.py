@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import run_directory
+from lives import run_directory, told
 from sharing import train_sharded
-from team import Act, Ended, Team, in_backward, in_forward, in_the_update, kill_at, own, survivors
+from team import STEPS, Act, Ended, Here, Team, in_forward, in_the_update, kill_at, own, survivors
+
+from everstep.errors import Restart
+from everstep.events import Called
 
 
 def team(directory: Path, world: int = 4, **options: Any) -> Team:
     return Team(directory, world, train=train_sharded, **options)
+
+
+def in_backward_of(name: int, tries: int, layer: int) -> Act:
+    """When its gradient is about to be made: of the layers above it gradients are reduced, or on their way."""
+
+    def act(here: Here) -> None:
+        if here.name == name and here.tries == tries - 1:
+            here.model[layer].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+    return act
+
+
+def all_of(*acts: Act) -> Act:
+    def act(here: Here) -> None:
+        for one in acts:
+            one(here)
+
+    return act
+
+
+def replicas(found: dict[int, Ended], shards: int = 2) -> list[set[str]]:
+    """By place in a replica: the states that replicas have there."""
+    results = survivors(found)
+    return [{one["state"] for one in results if one["rank"] % shards == place} for place in range(shards)]
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +53,86 @@ def undisturbed() -> dict[int, Ended]:
 
 
 @pytest.mark.parametrize(
-    "act", [kill_at(1, 5), in_forward(2, 6), in_the_update(3, 7)],
-    ids=["after backward", "in forward", "in the update"],
+    "act",
+    [
+        kill_at(1, 5), in_forward(2, 6), in_backward_of(0, 4, 3), in_backward_of(3, 4, 0), in_the_update(3, 7),
+        all_of(kill_at(1, 5), in_backward_of(0, 5, 3)),
+    ],
+    ids=["before the update", "in forward", "in backward", "late in backward", "in the update", "a whole replica"],
 )  # fmt: skip
-def test_with_a_spare_a_replica_is_whole_again_and_the_run_ends_bit_for_bit(
+def test_with_spares_every_replica_is_whole_again_and_the_run_ends_bit_for_bit(
     directory: Path, undisturbed: dict[int, Ended], act: Act
 ) -> None:
-    ranks = team(directory, spares=1, on_loss=["spare"])
+    ranks = team(directory, spares=2, on_loss=["spare"])
     found = ranks.start(act).wait()
     assert own(found) == own(undisturbed)
-    assert sum(one.killed for one in found.values()) == 1
+    assert sum(one.killed for one in found.values()) in (1, 2)
+    assert all(len(states) == 1 for states in replicas(found))
     assert all(one["pid"] in ranks.pids.values() for one in survivors(found))
+
+
+def test_without_a_spare_whole_replicas_go_on_and_the_rest_of_the_broken_one_stands_by(directory: Path) -> None:
+    found = team(directory, on_loss=["spare", "rollback"], batch="shrink", linger="1s").start(kill_at(1, 5)).wait()
+    results = survivors(found)
+    assert sorted(one["rank"] for one in results) == [0, 1] and {one["world"] for one in results} == {2}
+    assert {one["step"] for one in results} == {STEPS}
+    assert found[0].result is None and (found[0].code, found[0].error) == (0, "")  # it stood by until the end
+    (called,) = told(directory, Called)
+    assert (called.policy, called.world, called.lost, called.idle) == ("rollback", 2, (1,), (0,))
+    samples = list(chain(*chain(*(one["seen"] for one in results))))
+    assert len(samples) == len(set(samples))
+
+
+def test_a_replica_is_made_whole_by_who_stands_by_and_who_comes(directory: Path) -> None:
+    """The rank that lost its neighbour waits in its process; with a fresh spare it is part of the training again."""
+
+    def aside(here: Here) -> None:
+        while here.run.status()["world"] == 2 and here.run.step >= STEPS - 2:
+            time.sleep(0.05)  # not before the world has grown back
+
+    options = {"on_loss": ["spare", "rollback"], "dropout": 0.0, "aside": aside}
+    ranks = team(directory, **options).start(kill_at(1, 5))
+    while not told(directory, Called):
+        time.sleep(0.01)
+    ranks.add(4, spare=True)
+    found = ranks.wait()
+    results = survivors(found)
+    assert sorted((one["rank"], one["world"]) for one in results) == [(rank, 4) for rank in range(4)]
+    assert found[0].result is not None and found[0].result["pid"] == ranks.pids[0]
+    assert all(len(states) == 1 for states in replicas(found))
+    assert [(event.policy, event.world) for event in told(directory, Called)] == [("rollback", 2), ("spare", 4)]
+
+
+@pytest.mark.soak
+def test_replicas_that_are_left_train_on_the_very_same_global_batches(directory: Path) -> None:
+    """Also where ranks have unequal shares of them: of six, four are left."""
+    options = {"on_loss": "rollback", "dropout": 0.0, "steps": 20, "linger": "1s"}
+    found = team(directory, 6, **options).start(kill_at(3, 5)).wait()
+    with run_directory() as other:
+        whole = team(other, 6, **options).start().wait()
+    left, undisturbed = survivors(found), survivors(whole)
+    assert {one["world"] for one in left} == {4}
+    assert all(len(states) == 1 for states in replicas(found))
+    batches, wanted = (
+        [sorted(chain(*rows)) for rows in zip(*(one["seen"] for one in results), strict=True)]
+        for results in (left, undisturbed)
+    )
+    assert batches[4:] == wanted[4:]
+    weights = [[one["weight"] for one in results if one["rank"] < 2] for results in (left, undisturbed)]
+    assert sum(weights[0]) == pytest.approx(sum(weights[1]), rel=1e-4)
+
+
+def test_without_replicas_a_spare_takes_the_part_of_the_lost_from_memory(directory: Path) -> None:
+    options = {"shards": None, "on_loss": ["spare", "rollback"]}
+    with run_directory() as other:
+        undisturbed = team(other, 2, **options).start().wait()
+    found = team(directory, 2, spares=1, **options).start(in_backward_of(1, 5, 3)).wait()
+    assert own(found) == own(undisturbed)
+
+
+def test_without_replicas_and_spares_all_are_started_again(directory: Path) -> None:
+    found = team(directory, 2, shards=None, on_loss=["spare", "rollback"]).start(kill_at(0, 5)).wait()
+    assert (found[0].killed, found[1].code) == (True, Restart.exit_code)
+    (called,) = told(directory, Called)
+    assert (called.policy, called.world) == ("restart", 0)
+    assert called.reason == "1 lost, and 0 spares; none of the replicas, of 2 ranks each, is whole"

@@ -18,7 +18,7 @@ from everstep.capture.layout import Subjects
 from everstep.capture.position import Feed, divide
 from everstep.capture.reductions import has_hook, make_reducer
 from everstep.errors import Restart
-from everstep.live.replicas import move
+from everstep.live.replicas import move, weigh_parts
 
 # who makes hooks that the next life makes anew
 _TAP = "everstep.capture.tap"
@@ -53,6 +53,7 @@ def _regroup(ddp: Any, group: Any, keeps_gradients: bool) -> None:
 def weigh(subjects: Subjects, feed: Feed | None) -> None:
     """Let gradients be averaged by how much of the global batch each rank has, where ranks have unequal parts."""
     subjects.share = None
+    weigh_parts(subjects, None if feed is None or feed.is_even else feed.share)
     for module in (module for model in subjects.models for module in model.modules()):
         if not isinstance(module, nn.parallel.DistributedDataParallel) or feed is None:
             continue

@@ -11,6 +11,7 @@ Knows torch's private places, as they are in the releases that have `reset_iter_
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,6 +86,32 @@ def move(subjects: Subjects) -> None:
             info.__post_init__()
         for one in group.fsdp_params:
             _take_part(one)
+
+
+def weigh_parts(subjects: Subjects, share: float | None) -> None:
+    """Let gradients be averaged by the ranks' shares of the global batch. None: all have the same."""
+    for group in _groups(subjects):
+        comm = group._reduce_scatter_comm
+        group._reduce_scatter_comm = comm = comm.comm if isinstance(comm, _Weighed) else comm
+        if share is not None and group.mesh_info.shard_mesh_size == 1:
+            raise Restart("batches cannot be divided unequally where FSDP cuts nothing; use batch='shrink'")
+        if share is not None:
+            group._reduce_scatter_comm = _Weighed(comm, share * dist.get_world_size())
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """What FSDP reduces gradients with, and afterwards takes the average of all ranks."""
+
+    comm: Any
+    weight: float
+
+    def allocate(self, *size: Any, **how: Any) -> torch.Tensor:
+        made: torch.Tensor = self.comm.allocate(*size, **how)
+        return made
+
+    def __call__(self, *, input_tensor: torch.Tensor, **how: Any) -> Any:
+        return self.comm(input_tensor=input_tensor.mul_(self.weight), **how)
 
 
 def _forget_step(subjects: Subjects, groups: list[Any]) -> None:
