@@ -41,6 +41,7 @@ def train_sharded(
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
     for module in (model[0], model[3], model):
         fully_shard(module, mesh=mesh)
+    _make_blank(model)
     torch.manual_seed(rank)  # so that dropout differs from rank to rank, and must be restored
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
@@ -60,6 +61,7 @@ def train_sharded(
             loss = nn.functional.cross_entropy(model(x), which % 3)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # which is a collective of DTensors
+            _make_blank(model)
             act(here)
             optimizer.step()
             optimizer.zero_grad()
@@ -79,3 +81,9 @@ def train_sharded(
         "state": digest(parts, states),
         "own": digest(losses, torch.get_rng_state()),
     }
+
+
+def _make_blank(model: nn.Module) -> None:
+    """An operation of which torch remembers how long its result is here."""
+    for parameter in model.parameters():
+        assert local_of(parameter.new_zeros(parameter.shape)).shape == local_of(parameter).shape

@@ -15,7 +15,7 @@ from sharing import train_sharded
 from team import STEPS, Act, Ended, Here, Team, in_forward, in_the_update, kill_at, own, survivors
 
 from everstep.errors import Restart
-from everstep.events import Called
+from everstep.events import Called, WentOn
 
 
 def team(directory: Path, world: int = 4, **options: Any) -> Team:
@@ -69,6 +69,20 @@ def test_with_spares_every_replica_is_whole_again_and_the_run_ends_bit_for_bit(
     assert sum(one.killed for one in found.values()) in (1, 2)
     assert all(len(states) == 1 for states in replicas(found))
     assert all(one["pid"] in ranks.pids.values() for one in survivors(found))
+
+
+def test_those_who_wait_for_one_that_is_busy_stand_still_at_once(directory: Path) -> None:
+    """Rank 2 is no neighbour of the dead: it waits for rank 0, which has not noticed anything yet."""
+
+    def act(here: Here) -> None:
+        if here.tries == 5 and here.name in (0, 1):
+            time.sleep(3.0 if here.name == 0 else 1.0)
+            if here.name == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    survivors(team(directory, spares=1, on_loss=["spare"]).start(act).wait())
+    stopped = {event.rank: event.stopped_s for event in told(directory, WentOn)}
+    assert stopped[2] < 1.0 < stopped[0]
 
 
 def test_without_a_spare_whole_replicas_go_on_and_the_rest_of_the_broken_one_stands_by(directory: Path) -> None:
