@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lives import run_directory, told
 from sharing import train_sharded
 from team import STEPS, Act, Ended, Here, Team, in_forward, in_the_update, kill_at, own, survivors
@@ -98,21 +99,21 @@ def test_without_a_spare_whole_replicas_go_on_and_the_rest_of_the_broken_one_sta
 
 
 def test_a_replica_is_made_whole_by_who_stands_by_and_who_comes(directory: Path) -> None:
-    """The rank that lost its neighbour waits in its process; with a fresh spare it is part of the training again."""
+    """The rank that lost its neighbour waits in its process; with a fresh spare it trains again, in another place."""
 
     def aside(here: Here) -> None:
         while here.run.status()["world"] == 2 and here.run.step >= STEPS - 2:
             time.sleep(0.05)  # not before the world has grown back
 
     options = {"on_loss": ["spare", "rollback"], "dropout": 0.0, "aside": aside}
-    ranks = team(directory, **options).start(kill_at(1, 5))
+    ranks = team(directory, **options).start(kill_at(0, 5))
     while not told(directory, Called):
         time.sleep(0.01)
     ranks.add(4, spare=True)
     found = ranks.wait()
     results = survivors(found)
     assert sorted((one["rank"], one["world"]) for one in results) == [(rank, 4) for rank in range(4)]
-    assert found[0].result is not None and found[0].result["pid"] == ranks.pids[0]
+    assert found[1].result is not None and (found[1].result["pid"], found[1].result["rank"]) == (ranks.pids[1], 2)
     assert all(len(states) == 1 for states in replicas(found))
     assert [(event.policy, event.world) for event in told(directory, Called)] == [("rollback", 2), ("spare", 4)]
 
@@ -150,3 +151,34 @@ def test_without_replicas_and_spares_all_are_started_again(directory: Path) -> N
     (called,) = told(directory, Called)
     assert (called.policy, called.world) == ("restart", 0)
     assert called.reason == "1 lost, and 0 spares; none of the replicas, of 2 ranks each, is whole"
+
+
+@pytest.mark.parametrize("groups", [0, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_rank_lost_while_meshes_are_moved_is_lived_through_too(
+    directory: Path, undisturbed: dict[int, Ended], groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it has made so many of the groups of the next view."""
+    new_group, made = dist.new_group, 0
+
+    def die(*args: Any, **options: Any) -> Any:
+        nonlocal made
+        if os.environ["RANK"] == "2" and not os.environ["EVERSTEP_SPARE"] and dist.get_backend() == "gloo":
+            made += 1
+            if made == 2 * 4 + 1 + groups:  # those of the program, and those that guard() made of them
+                os.kill(os.getpid(), signal.SIGKILL)
+        return new_group(*args, **options)
+
+    monkeypatch.setattr("torch.distributed.device_mesh.new_group", die)
+    found = team(directory, spares=2, on_loss=["spare"]).start(kill_at(1, 4)).wait()
+    assert own(found) == own(undisturbed)
+    assert sum(one.killed for one in found.values()) == 2
+
+
+@pytest.mark.soak
+def test_one_loss_after_the_other_is_lived_through_in_every_phase(
+    directory: Path, undisturbed: dict[int, Ended]
+) -> None:
+    act = all_of(in_backward_of(0, 3, 3), in_forward(1, 5), in_the_update(2, 7), kill_at(3, 9), in_backward_of(4, 5, 0))
+    found = team(directory, spares=5, on_loss=["spare"]).start(act).wait(120)
+    assert own(found) == own(undisturbed)
+    assert sum(one.killed for one in found.values()) == 5

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from everstep import topology
 from everstep.capture.layout import Subjects
-from everstep.capture.sharded import fsdp_groups, fsdp_modules, is_sharded, is_zero, sharded_parameters
+from everstep.capture.sharded import fsdp_groups, fsdp_modules, is_sharded, is_zero, local_of, sharded_parameters
 from everstep.errors import BadConfig, Restart
 
 
@@ -86,6 +86,8 @@ def move(subjects: Subjects) -> None:
             info.__post_init__()
         for one in group.fsdp_params:
             _take_part(one)
+    for optimizer in subjects.optimizers:
+        _take_parts_of_states(optimizer)
 
 
 def weigh_parts(subjects: Subjects, share: float | None) -> None:
@@ -143,7 +145,7 @@ def _become_others(meshes: list[Any], world: int) -> None:
 
 
 def _take_part(one: Any) -> None:
-    """Of a parameter, the part that this rank's place in the mesh has: a spare was made for another place."""
+    """Of a parameter, the part of this rank's place in the mesh: whoever stood by had another. What is in it is restored."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
     one._shard_mesh = one._init_shard_mesh()
@@ -157,3 +159,10 @@ def _take_part(one: Any) -> None:
         one.contiguous_sharded_stride = torch._prims_common.make_contiguous_strides_for(size)
         padded = one._sharded_param_data.view(one.padded_sharded_param_size)
         one.sharded_param._local_tensor = padded.narrow(dim, 0, size[dim])
+
+
+def _take_parts_of_states(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for value in state.values() if is_sharded(parameter) else ():
+            if is_sharded(value) and local_of(value).shape != local_of(parameter).shape:
+                value._local_tensor = torch.zeros_like(local_of(parameter), dtype=value.dtype)
