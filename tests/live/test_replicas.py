@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from itertools import chain
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lives import run_directory, told
+from crews import Job
+from lives import cuts_made, run_directory, told
 from sharing import train_sharded
 from team import STEPS, Act, Ended, Here, Team, in_forward, in_the_update, kill_at, own, survivors
 
 from everstep.errors import Restart
-from everstep.events import Called, WentOn
+from everstep.events import Called, Started, WentOn
+
+EXAMPLE = Path(__file__).parents[2] / "examples/train_hsdp.py"
 
 
 def team(directory: Path, world: int = 4, **options: Any) -> Team:
@@ -182,3 +186,27 @@ def test_one_loss_after_the_other_is_lived_through_in_every_phase(
     found = team(directory, spares=5, on_loss=["spare"]).start(act).wait(120)
     assert own(found) == own(undisturbed)
     assert sum(one.killed for one in found.values()) == 5
+
+
+@pytest.mark.soak
+def test_what_cannot_be_lived_through_is_started_again_from_memory_with_the_same_bits(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Of a model without replicas one rank is killed, and nobody stands by."""
+    words = ["--nproc", 2, EXAMPLE, "--steps", 200, "--shards", 2, "--on-loss", "rollback", "--dir"]
+    job = Job(tmp_path, *words, directory)
+    job.until(lambda: cuts_made(directory) >= 20)
+    before = told(directory, Started)
+    os.kill(before[0].pid, signal.SIGKILL)
+    assert job.wait() == 0, job.said
+    assert "left with code 75: the job is to be started again" in job.said
+    assert {event.source for event in told(directory, Started)[len(before) :]} == {"memory"}
+    with run_directory() as other:
+        (folder := tmp_path / "undisturbed").mkdir()
+        undisturbed = Job(folder, *words, other)
+        assert undisturbed.wait() == 0, undisturbed.said
+    assert said_at_the_end(job) == said_at_the_end(undisturbed)
+
+
+def said_at_the_end(job: Job) -> dict[str, str]:
+    return dict(re.findall(r"^rank (\d) of \d \(process \d+\): (.*)$", job.said, re.MULTILINE))
