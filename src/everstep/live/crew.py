@@ -144,9 +144,11 @@ class Crew:
     def _start(self, seat: int, rank: int | None = None) -> _Member:
         self._started += 1
         host, _, port = self._master.rpartition(":")
-        world = 1 if self._size.stands_by else self._size.nodes * self._size.workers  # a node more does not know it
+        world = str(self._size.nodes * self._size.workers)
+        if self._size.stands_by:
+            world = self._environment.get("WORLD_SIZE", "1")  # it does not know it, unless it is told
         own = {
-            "RANK": "0", "WORLD_SIZE": str(world), "EVERSTEP_SPARE": "1", "MASTER_ADDR": host, "MASTER_PORT": port,
+            "RANK": "0", "WORLD_SIZE": world, "EVERSTEP_SPARE": "1", "MASTER_ADDR": host, "MASTER_PORT": port,
             "LOCAL_RANK": str(seat), "LOCAL_WORLD_SIZE": str(self._size.workers),
             "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1"),  # as under torchrun
             _VARIABLE: f"{self._name}:{self._started}",
