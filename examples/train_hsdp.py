@@ -1,6 +1,6 @@
 """Trains replicas of a model that FSDP2 shards, and goes on when a rank is lost:
 
-    everstep run --nproc 4 --spares 1 examples/train_hsdp.py --dir runs/hsdp
+everstep run --nproc 4 --spares 1 examples/train_hsdp.py --dir runs/hsdp
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Wires:
 
     @contextmanager
     def noting(self, ranks: int) -> Iterator[None]:
-        """Take down the sockets that are opened meanwhile, beside those of before, by groups of at most so many ranks."""
+        """Take down the sockets that are opened meanwhile, beside those of before, by groups of so many ranks."""
         self._ranks, self._before = ranks, _sockets()
         try:
             yield

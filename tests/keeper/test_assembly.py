@@ -25,7 +25,12 @@ class Cluster:
     """Nodes with a rank or more each, as their keepers would report them."""
 
     def __init__(
-        self, nodes: str, ranks: int = 1, spares: Sequence[str] = (), on_loss: Sequence[str] = ("rollback",), unit: int = 1
+        self,
+        nodes: str,
+        ranks: int = 1,
+        spares: Sequence[str] = (),
+        on_loss: Sequence[str] = ("rollback",),
+        unit: int = 1,
     ) -> None:
         self.now, self.events, self.unit = 100.0, list[Any](), unit
         self.nodes = list(nodes)
@@ -44,7 +49,14 @@ class Cluster:
 
     def _enrol(self, node: str, worker: str, rank: int, world: int, on_loss: Sequence[str]) -> None:
         said = Enrol(
-            worker=worker, job="j", pid=1, view=0, rank=rank, world=world, on_loss=tuple(on_loss), detect_s=DETECT_S,
+            worker=worker,
+            job="j",
+            pid=1,
+            view=0,
+            rank=rank,
+            world=world,
+            on_loss=tuple(on_loss),
+            detect_s=DETECT_S,
             unit=self.unit,
         )  # type: ignore[arg-type]
         self.workers[node][worker] = Here(enrolled=said)
@@ -125,7 +137,9 @@ def test_the_places_of_a_lost_node_are_taken_by_those_of_one_node() -> None:
         ([0, 3, 4], (), (), "3 lost, and 0 spares; none of the replicas, of 2 ranks each, is whole"),
     ],
 )  # fmt: skip
-def test_only_whole_replicas_go_on(lost: list[int], goes_on: tuple[str, ...], idle: tuple[str, ...], reason: str) -> None:
+def test_only_whole_replicas_go_on(
+    lost: list[int], goes_on: tuple[str, ...], idle: tuple[str, ...], reason: str
+) -> None:
     left = [standing(f"w{rank}", rank, "a") for rank in range(6) if rank not in lost]
     made = decide(6, left, [], ["spare", "rollback"], unit=2)
     assert (made.workers, made.idle, made.reason) == (goes_on, idle, reason)

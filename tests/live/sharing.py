@@ -36,7 +36,9 @@ def train_sharded(
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     # 31 and 3 rows cannot be cut evenly
-    model = nn.Sequential(nn.Linear(8, 31), nn.Dropout(dropout), nn.Tanh(), nn.Linear(31, 32), nn.Tanh(), nn.Linear(32, 3))
+    model = nn.Sequential(
+        nn.Linear(8, 31), nn.Dropout(dropout), nn.Tanh(), nn.Linear(31, 32), nn.Tanh(), nn.Linear(32, 3)
+    )
     shape = (world // shards, shards) if shards else ()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
     for module in (model[0], model[3], model):

@@ -254,7 +254,11 @@ def test_a_spare_that_comes_later_takes_the_place_that_was_left(directory: Path)
 
 @pytest.mark.parametrize(
     ("losses", "program"),
-    [(8, train), pytest.param(50, train, marks=pytest.mark.soak), pytest.param(8, train_sharded, marks=pytest.mark.soak)],
+    [
+        (8, train),
+        pytest.param(50, train, marks=pytest.mark.soak),
+        pytest.param(8, train_sharded, marks=pytest.mark.soak),
+    ],
     ids=["8", "50", "8 of a sharded model"],
 )  # fmt: skip
 def test_losses_leave_no_thread_descriptor_or_memory_behind(

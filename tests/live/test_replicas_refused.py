@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import everstep
 from everstep.capture.layout import Subjects
-from everstep.errors import BadConfig
-from everstep.live.replicas import ranks_of_replica
+from everstep.errors import BadConfig, Restart
+from everstep.live.replicas import move, ranks_of_replica, weigh_parts
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +93,32 @@ def test_a_model_that_cannot_move_to_another_group_is_refused(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(BadConfig, match=f"on_loss cannot go on with this model, since {reason}; leave it out"):
         everstep.guard(model, optimizer, [1], dir=tmp_path / "run", on_loss=["spare", "rollback"])
+
+
+def become_one_of(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.destroy_process_group()
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    everstep.init_process_group("gloo")
+
+
+def test_a_factor_that_was_chosen_for_another_number_of_ranks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replicas()
+    model.set_gradient_divide_factor(4.0)
+    subjects = Subjects(models=[model], optimizers=[torch.optim.SGD(model.parameters())])
+    become_one_of(4, monkeypatch)
+    move(subjects)
+    become_one_of(2, monkeypatch)
+    with pytest.raises(Restart, match="chosen for another number of ranks"):
+        move(subjects)
+
+
+def test_unequal_shares_are_refused_where_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP does not ask for the reduction in which they are weighed."""
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh_of(4, 1))
+    subjects = Subjects(models=[model], optimizers=[torch.optim.SGD(model.parameters())])
+    weigh_parts(subjects, None)
+    with pytest.raises(Restart, match="batch='shrink'"):
+        weigh_parts(subjects, 0.4)
 
 
 def test_an_optimizer_whose_state_ranks_have_taken_apart_is_refused(tmp_path: Path) -> None:

@@ -220,7 +220,8 @@ class Crew:
                 number, rank = map(int, self._ear.recv(64).split())
             except BlockingIOError:
                 return
-            if rank < 0 and rank != STANDS_BY:  # the others of the job went on without those of this node, who must not be ranks of it again
+            if rank < 0 and rank != STANDS_BY:
+                # the others of the job went on without those of this node, who must not be ranks of it again
                 self._stands_by = not self._is_alone
                 continue
             for one in self._members:

@@ -24,7 +24,7 @@ from everstep.errors import BadConfig, Restart
 
 
 def ranks_of_replica(subjects: Subjects) -> int:
-    """How many ranks have the whole state together; 1: each of them has. BadConfig if it cannot move to other groups."""
+    """How many ranks have the whole state together; 1: each of them has. BadConfig if it cannot move."""
     groups = _groups(subjects)
     reason = _obstacle(subjects, groups)
     if reason:
@@ -54,9 +54,10 @@ def _obstacle(subjects: Subjects, groups: list[Any]) -> str:
     for group in groups:
         if any(one.is_dtensor for one in group.fsdp_params):
             return "fully_shard was laid over tensor parallelism"
-        infos = [group.mesh_info, *(one.mesh_info for one in group.fsdp_params)]
-        if any(info.mesh is not group.mesh_info.mesh or info.shard_mesh_dim is None for info in infos):
-            return "its parameters are placed by shard_placement_fn on several meshes, or not cut at all"
+        if any(one.mesh_info is not group.mesh_info for one in group.fsdp_params):
+            return "shard_placement_fn has placed parameters on meshes of their own"
+        if group.mesh_info.shard_mesh_dim is None:
+            return "FSDP was told to copy it, and not to cut it"
         if group.post_forward_mesh_info not in (None, group.mesh_info):
             return "reshard_after_forward=N has made a mesh of its own"
         if group.mesh_info.reduce_scatter_process_group is not None:
@@ -82,8 +83,7 @@ def move(subjects: Subjects) -> None:
     with how.wires.noting(world):
         _become_others(meshes, world)
     for group in groups:
-        for info in {id(info): info for info in (group.mesh_info, *(one.mesh_info for one in group.fsdp_params))}.values():
-            info.__post_init__()
+        group.mesh_info.__post_init__()  # which asks the mesh for its groups
         for one in group.fsdp_params:
             _take_part(one)
     for optimizer in subjects.optimizers:
@@ -145,7 +145,7 @@ def _become_others(meshes: list[Any], world: int) -> None:
 
 
 def _take_part(one: Any) -> None:
-    """Of a parameter, the part of this rank's place in the mesh: whoever stood by had another. What is in it is restored."""
+    """Of a parameter, the part of this rank's place in the mesh; whoever stood by had another. It is restored later."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
     one._shard_mesh = one._init_shard_mesh()
