@@ -60,11 +60,14 @@ def undisturbed() -> dict[int, Ended]:
 @pytest.mark.parametrize(
     "act",
     [
-        kill_at(1, 5), in_forward(2, 6), in_backward_of(0, 4, 3), in_backward_of(3, 4, 0), in_the_update(3, 7),
-        all_of(kill_at(1, 5), in_backward_of(0, 5, 3)),
+        pytest.param(kill_at(1, 5), id="before the update", marks=pytest.mark.soak),
+        pytest.param(in_forward(2, 6), id="in forward", marks=pytest.mark.soak),
+        pytest.param(in_backward_of(0, 4, 3), id="in backward", marks=pytest.mark.soak),
+        pytest.param(in_backward_of(3, 4, 0), id="late in backward"),
+        pytest.param(in_the_update(3, 7), id="in the update", marks=pytest.mark.soak),
+        pytest.param(all_of(kill_at(1, 5), in_backward_of(0, 5, 3)), id="a whole replica"),
     ],
-    ids=["before the update", "in forward", "in backward", "late in backward", "in the update", "a whole replica"],
-)  # fmt: skip
+)
 def test_with_spares_every_replica_is_whole_again_and_the_run_ends_bit_for_bit(
     directory: Path, undisturbed: dict[int, Ended], act: Act
 ) -> None:
@@ -76,6 +79,7 @@ def test_with_spares_every_replica_is_whole_again_and_the_run_ends_bit_for_bit(
     assert all(one["pid"] in ranks.pids.values() for one in survivors(found))
 
 
+@pytest.mark.soak
 def test_those_who_wait_for_one_that_is_busy_stand_still_at_once(directory: Path) -> None:
     """Rank 2 is no neighbour of the dead: it waits for rank 0, which has not noticed anything yet."""
 
@@ -102,6 +106,7 @@ def test_without_a_spare_whole_replicas_go_on_and_the_rest_of_the_broken_one_sta
     assert len(samples) == len(set(samples))
 
 
+@pytest.mark.soak
 def test_a_replica_is_made_whole_by_who_stands_by_and_who_comes(directory: Path) -> None:
     """The rank that lost its neighbour waits in its process; with a fresh spare it trains again, in another place."""
 
@@ -141,6 +146,7 @@ def test_replicas_that_are_left_train_on_the_very_same_global_batches(directory:
     assert sum(weights[0]) == pytest.approx(sum(weights[1]), rel=1e-4)
 
 
+@pytest.mark.soak
 def test_without_replicas_a_spare_takes_the_part_of_the_lost_from_memory(directory: Path) -> None:
     options = {"shards": None, "on_loss": ["spare", "rollback"]}
     with run_directory() as other:
@@ -157,7 +163,8 @@ def test_without_replicas_and_spares_all_are_started_again(directory: Path) -> N
     assert called.reason == "1 lost, and 0 spares; none of the replicas, of 2 ranks each, is whole"
 
 
-@pytest.mark.parametrize("groups", [0, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("groups", [0, 3])
 def test_a_rank_lost_while_meshes_are_moved_is_lived_through_too(
     directory: Path, undisturbed: dict[int, Ended], groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
