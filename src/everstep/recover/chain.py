@@ -225,6 +225,7 @@ def _last(step: int, images: dict[int, RecordImage], rank: int) -> Checkpoint:
     found = Checkpoint(
         step=step, world=image.info.world, info=image.info, extras=_tree(image, step), own=rank in images
     )
+    found.positions = [_tree(images[one], step).get("position") for one in sorted(images)]
     for piece in image.layout.pieces:
         if not piece.name.startswith((GRADIENT, PACKED, CALL, DIGEST)):
             found.pieces[piece.name] = [(piece, image.tensor(piece))]
