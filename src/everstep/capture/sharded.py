@@ -169,6 +169,11 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[int, str], dict[str, Any]
 SHARDED = "sharded_param"
 
 
+def has_sharded(model: nn.Module) -> bool:
+    """Whether any of its parameters is a DTensor, wherever that is at the moment."""
+    return bool(sharded_parameters(model)) or any(map(is_sharded, model.parameters()))
+
+
 # -- optimizers that have the state of some parameters only
 
 

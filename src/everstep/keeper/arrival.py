@@ -35,7 +35,7 @@ _CONVENE_S, _AGAIN_S = 30.0, 0.1
 
 def check(settings: Settings, place: Topology, subjects: Subjects | None = None) -> None:
     """Before anything begins: whether the environment is right, and what a thread of one rank cannot do for all."""
-    reason = subjects.why_no_log() if subjects is not None else ""
+    reason = subjects.what_is_sharded() if subjects is not None else ""
     if settings.on_loss and reason:
         raise BadConfig(f"on_loss needs a state that every rank has, and {reason}; leave it out")
     metrics_address(os.environ)
