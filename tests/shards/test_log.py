@@ -1,0 +1,33 @@
+"""Sharded models with a log: each rank records what its own optimizer saw, and the same mesh goes on bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import Kill, Stage, differing
+
+from everstep.events import Degraded, Replayed, read_events
+
+Make = Callable[..., Stage]
+ALWAYS = [("fsdp_that_evaluates", 2), ("zero", 2)]
+SOAK = [("fsdp", 4), ("hsdp", 4), ("tensor_parallel", 2), ("fsdp_over_tensor_parallel", 4), ("zero", 3)]
+CASES = [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAK)]
+
+
+def repeated(stage: Stage) -> list[tuple[int, int]]:
+    """Base and number of steps of every replay."""
+    events = list(read_events(stage.directory / "run"))
+    assert not [e for e in events if isinstance(e, Degraded)]
+    return [(e.base, e.steps) for e in events if isinstance(e, Replayed)]
+
+
+@pytest.mark.parametrize("reboot", [False, True], ids=["memory", "reboot"])
+@pytest.mark.parametrize(("name", "world"), CASES, ids=str)
+def test_killed_it_goes_on_from_its_records_with_the_same_bits(
+    name: str, world: int, reboot: bool, stage: Make
+) -> None:
+    unbroken, again = stage(name).play(world=world), stage(name, "process", "log")
+    kills = [Kill(3, "step", rank=world - 1), Kill(6, "step")]  # when these steps are durable
+    assert differing(unbroken, again.play(kills, world=world, reboot=reboot)) == []
+    assert repeated(again) == [(1, 2)] * world + [(4, 2)] * world
