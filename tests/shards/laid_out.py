@@ -47,6 +47,24 @@ class Pair(nn.Module):
         return self.second(torch.tanh(self.first(nn.functional.one_hot(x, 7).float())))
 
 
+class Counts(nn.Linear):
+    """With a buffer, which becomes a DTensor where the layer is taken apart."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size)
+        self.register_buffer("seen", torch.zeros(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return super().forward(x)
+
+
+class Counting(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Counts(7, 12)
+
+
 class Wide(Pair):
     """Large enough for many chunks: 28 MB with an AdamW."""
 

@@ -72,7 +72,8 @@ def test_the_state_is_the_same_on_every_other_mesh(
 
 FROM_RECORDS = [
     ("fsdp", 2, "Net", [("fsdp", 3), ("ddp", 2), ("single", 1)], "AdamW"),
-    ("zero", 2, "Pair", [("zero", 3), ("tp", 2)], "fused"),
+    ("zero", 2, "Pair", [("zero", 3)], "fused"),
+    ("tp", 2, "Counting", [("single", 1)], "AdamW"),
 ]
 
 

@@ -17,7 +17,7 @@ import msgspec
 from everstep.capture.gradients import Recorder
 from everstep.capture.layout import Subjects, is_replicated
 from everstep.capture.life import Life
-from everstep.capture.sharded import has_sharded
+from everstep.capture.sharded import has_sharded, local_of
 from everstep.capture.snapshot import Capture
 from everstep.capture.stepped import why_no_log
 from everstep.capture.update import kinds_of_device, parameters_of, why_no_replica
@@ -156,6 +156,8 @@ class Steering:
         packed = self._subjects.compressor.packed if self._subjects.compressor is not None else {}
         if packed:
             return sum(array.nbytes for _, arrays in packed.values() for array in arrays.values())
-        updated = sum(p.nbytes for o in self._subjects.optimizers for p in parameters_of(o) if p.requires_grad)
+        updated = sum(
+            local_of(p).nbytes for o in self._subjects.optimizers for p in parameters_of(o) if p.requires_grad
+        )
         whole = sum(entry.tensor.nbytes for entry in shape.listing.entries)
         return int(base_bytes * updated / max(whole, 1))

@@ -244,7 +244,9 @@ def _last(step: int, images: dict[int, RecordImage], rank: int) -> Checkpoint:
     found = Checkpoint(
         step=step, world=image.info.world, info=image.info, extras=_tree(image, step), own=rank in images
     )
-    for piece in image.layout.pieces:
-        if not piece.name.startswith((GRADIENT, PACKED, CALL, DIGEST)):
-            found.pieces[piece.name] = [(piece, image.tensor(piece))]
+    for one, image in sorted(images.items()):
+        for piece in image.layout.pieces:
+            is_value = not piece.name.startswith((GRADIENT, PACKED, CALL, DIGEST))
+            if is_value and (one == own or not piece.private):
+                found.pieces.setdefault(piece.name, []).append((piece, image.tensor(piece)))
     return found
