@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from everstep.errors import Damaged, NewerFormat
-from everstep.types import ImageInfo, Piece, learnt
+from everstep.types import ImageInfo, Piece, Place, learnt
 
 FORMAT = 1
 ORDERED_FORMAT = 2  # of an image that has such tensors, and of its part manifest
@@ -160,10 +160,8 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         newer = f"format {meta.info.format}, and this Everstep reads up to {NEWEST_FORMAT}; upgrade it"
         raise NewerFormat(newer, file=file)
     for name, part in (meta.info.stepped or {}).items():
-        if not len(part.start) == len(part.extent) == len(part.shape):
-            raise bad(f"it steps a box of another rank than {name}")
-        if any(s < 0 or e < 0 or s + e > n for s, e, n in zip(part.start, part.extent, part.shape, strict=True)):
-            raise bad(f"it steps a box that leaves {name}")
+        if not _lies_inside(part):
+            raise bad(f"what it steps is no box of {name}")
     pieces: list[Piece] = []
     place, data_bytes = 0, total_bytes - 8 - size
     for name, tensor in sorted(table.items(), key=lambda item: item[1].data_offsets):
@@ -208,6 +206,12 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         total_bytes=total_bytes,
     )
     return layout, meta.info
+
+
+def _lies_inside(part: Place) -> bool:
+    sides = list(zip(part.start, part.extent, part.shape, strict=False))
+    is_box = len(sides) == len(part.start) == len(part.extent) == len(part.shape)
+    return is_box and all(s >= 0 and e >= 0 and s + e <= n for s, e, n in sides)
 
 
 def header_bytes(data: memoryview) -> int:

@@ -91,7 +91,7 @@ class Piece(Noun, frozen=True, kw_only=True, gc=False):
         return self.extent if self.order is msgspec.UNSET else tuple(self.extent[one] for one in self.order)
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
+class Place(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Where a rank's part of a tensor lies."""
 
     shape: tuple[int, ...]  # of the whole tensor
