@@ -87,17 +87,23 @@ def gradients_of(parameters: Sequence[Tensor], placements: list[Any] | None) -> 
     """
     found: list[Tensor | None] = list(map(_grad, parameters))
     if placements is not None:
-        given = [(g, placed) for g, placed in zip(found, placements, strict=True) if g is not None]
-        if [placed for _, placed in given] != list(map(_placed, (g for g, _ in given))):
+        found = _locals(found, placements)
+        if not found:
             return ELSEWHERE
-        found = [None if g is None else _local(g) for g in found]
-        if any(g is not None and type(g) is not Tensor for g in found):
-            found = [_arrived(g) for g in found]
     if any(g is not None and g.layout is not torch.strided for g in found):
         return "a gradient is sparse"
     return found
 
 
-def _arrived(gradient: Any) -> Any:
-    """A part that is still on its way, as functional collectives give it, when it is there."""
-    return gradient.wait() if hasattr(gradient, "wait") else gradient
+def _locals(gradients: list[Any], placements: list[Any]) -> list[Tensor | None]:
+    """This rank's part of each; none at all if one is placed otherwise."""
+    there = [g for g in gradients if g is not None]
+    is_whole = len(there) == len(gradients)
+    wanted = placements if is_whole else [p for p, g in zip(placements, gradients, strict=True) if g is not None]
+    if list(map(_placed, there)) != wanted:
+        return []
+    parts = list(map(_local, there))
+    if set(map(type, parts)) - {Tensor}:  # those that are still on their way, as functional collectives give them
+        parts = [part.wait() if hasattr(part, "wait") else part for part in parts]
+    each = iter(parts)
+    return parts if is_whole else [None if g is None else next(each) for g in gradients]

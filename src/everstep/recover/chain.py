@@ -126,6 +126,7 @@ class _Map:
                 if piece.name.startswith(GRADIENT) and (one == own or not piece.private):
                     self.pieces.setdefault(piece.name.removeprefix(GRADIENT), []).append((one, piece))
         self.packed = _packed(images)
+        self.own = {name for name, pieces in self.pieces.items() if any(one == own for one, _ in pieces)}
 
     def gradient(self, images: dict[int, RecordImage], name: str, first: int, rows: int) -> Tensor:
         """Some rows of what a rank steps of a parameter."""
@@ -209,14 +210,13 @@ def _consumed(step: int, images: dict[int, RecordImage], map: _Map, rank: int) -
             return map.packed[name].rows(images, first, rows)
         return map.gradient(images, name, first, rows)
 
-    seen = {name for name, pieces in map.pieces.items() if any(one == own for one, _ in pieces)}
     calls = []
     for call in trees[own]["calls"]:
         index = call["optimizer"]
         others = {
             name for tree in trees.values() for c in tree["calls"] if c["optimizer"] == index for name in c["absent"]
         }
-        absent = {*call["absent"], *(others - seen)}  # what a rank has recorded itself was there, or it says so
+        absent = {*call["absent"], *(others - map.own)}  # what a rank has recorded itself was there, or it says so
         calls.append(recorded_call(call, images[own].named(f"{CALL}{index}."), absent))
     return Consumed(step=step, calls=calls, gradient=gradient, digest=_digest(images, trees, own))
 

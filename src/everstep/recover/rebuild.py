@@ -25,7 +25,7 @@ from everstep.capture.update import rebuild as by_name
 from everstep.errors import Diverged, EverstepError
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.chain import Chain
-from everstep.recover.replay import Proof, advance
+from everstep.recover.replay import Proof, advance, as_many_threads
 from everstep.topology import Topology
 from everstep.types import OptimizerInfo, Piece, Place
 
@@ -69,24 +69,19 @@ def advanced(
     `compares`: find out what is each old rank's own and not alike, because another number of ranks goes on with it.
     """
     consumed = chain.consumed if proves else [replace(one, digest=None) for one in chain.consumed]
-    mine, parts = base(own), _Parts(own)
+    mine, parts = base(own), _Parts(own, compares)
     proof = Proof(consumed, parts.counts)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(chain.last.extras["threads"])  # where a kernel cuts a tensor decides its last bits
-        for rank in (own, *(one for one in chain.stepped if one != own)):
-            view = mine if rank == own else base(rank)
-            stepped = chain.stepped[rank]
-            places = stepped if stepped is not None else everything(view)
-            names = parts.begin(rank, view, places, compares=compares)
-            if names:
-                subjects = subjects_of(view, {name: places[name] for name in names}, program)
-                steps = consumed if rank == own else chain.consumed_by(rank)
-                advance(subjects, steps, _ALONE, proof)
-                parts.take(subjects)
-        proven = proof.verdict(_ALONE)
-    finally:
-        torch.set_num_threads(threads)
+    for rank in (own, *(one for one in chain.stepped if one != own)):
+        view = mine if rank == own else base(rank)
+        stepped = chain.stepped[rank]
+        places = stepped if stepped is not None else everything(view)
+        names = parts.begin(rank, view, places)
+        if names:
+            subjects = subjects_of(view, {name: places[name] for name in names}, program)
+            with as_many_threads(chain.last.extras):
+                advance(subjects, consumed if rank == own else chain.consumed_by(rank), _ALONE, proof)
+            parts.take(subjects)
+    proven = proof.verdict(_ALONE)
     found = Checkpoint(
         step=chain.last.step, world=mine.world, info=mine.info, own=mine.own, pieces=dict(mine.pieces),
         extras=tree_of_base(chain.last.extras), unlike=sorted({*mine.unlike, *parts.unlike}),
@@ -109,6 +104,7 @@ class _Parts:
     """The repeated parts of old ranks, put together: each box once, and of what is a rank's own that of `own`."""
 
     own: int
+    compares: bool
     pieces: dict[str, list[tuple[Piece, Tensor]]] = field(default_factory=dict)
     unlike: set[str] = field(default_factory=set)
     _boxes: set[tuple[str, Place]] = field(default_factory=set)  # that were repeated
@@ -117,7 +113,7 @@ class _Parts:
     _places: dict[str, Place] = field(default_factory=dict)
     _fresh: set[str] = field(default_factory=set)  # and which of its parameters nobody before it had
 
-    def begin(self, rank: int, base: Checkpoint, places: dict[str, Place], *, compares: bool) -> list[str]:
+    def begin(self, rank: int, base: Checkpoint, places: dict[str, Place]) -> list[str]:
         """The parameters of a rank that must be repeated."""
         self._rank, self._base, self._places = rank, base, places
         self._fresh = {
@@ -126,7 +122,7 @@ class _Parts:
             if (name, place) not in self._boxes and (rank == self.own or not base.kind(name).private)
         }
         self._boxes |= {(name, places[name]) for name in self._fresh}
-        own = {name for name in places if base.kind(name).private} if compares else set()
+        own = {name for name in places if base.kind(name).private} if self.compares else set()
         return [name for name in places if name in self._fresh or name in own]
 
     def counts(self, name: str) -> bool:
@@ -150,8 +146,10 @@ class _Parts:
             if self.counts(entry.name):
                 if has_place or entry.name not in self.pieces:
                     self.pieces.setdefault(entry.name, []).append((piece, tensor))
-            elif self._is_private(entry.name) and not same_bits(tensor, self.pieces[entry.name][0][1]):
-                self.unlike.add(entry.name)
+            elif self.compares and self._is_private(entry.name):
+                known = self.pieces.get(entry.name)
+                if known is None or not same_bits(tensor, known[0][1]):
+                    self.unlike.add(entry.name)
 
 
 def _parameter_of(name: str) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +65,17 @@ def advance(subjects: Subjects, steps: Sequence[Consumed], topology: Topology, p
             _Slabs(subjects, index, steps, topology).replay(proof)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # uploads may still read what holds the gradients
+
+
+@contextmanager
+def as_many_threads(extras: Mapping[str, Any]) -> Iterator[None]:
+    """As torch had in training, by what a record says: where a kernel cuts a tensor decides its last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(extras["threads"])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _independent(subjects: Subjects) -> list[int]:
@@ -334,9 +346,7 @@ class _Slabs:
         sums: tuple[list[Tensor], list[Tensor]] = ([], [])
         for part, member in zip(parts, double.members, strict=True):
             entry, at = self._entries[id(part.key)], part.first * part.row_elements
-            is_shared = (
-                entry.common and entry.box is None
-            )  # and so is state that has no rows: of parts each has its own
+            is_shared = entry.common and entry.box is None  # as its state without rows is: of parts each has its own
             rows = [(part.name, member.parameter.detach())]
             for key, value in member.state.items():
                 name = f"{self._prefix}.state.{part.name}.{key}"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-import torch
-
 from everstep import topology
 from everstep.capture.position import Feed
 from everstep.errors import Diverged, Mismatch
@@ -18,7 +16,7 @@ from everstep.events import Degraded, Rejected, Replayed, Sink
 from everstep.recover.assemble import Checkpoint, check
 from everstep.recover.load import Found, clear_attempt, find, note_attempt
 from everstep.recover.rebuild import advanced
-from everstep.recover.replay import replay
+from everstep.recover.replay import as_many_threads, replay
 from everstep.recover.state import State
 from everstep.recover.survey import Sources
 from everstep.timeline import Kind, Mark, unmarked
@@ -68,18 +66,14 @@ def _try(
 ) -> int | None:
     """None if all went well; else the last step that the records are good for."""
     try:
-        is_elsewhere = found.views is not None  # then tensors come when the steps are repeated
-        differing = (
-            check(found.base, state.subjects, strict=strict)
-            if is_elsewhere
-            else state.restore(found.base, strict=strict)
-        )
+        if found.views is None:
+            differing = state.restore(found.base, strict=strict)
+        else:  # tensors come when the steps are repeated
+            differing = check(found.base, state.subjects, strict=strict)
+        if found.chain is not None and differing:
+            return _passed_over(found, differing, emit)
         if found.chain is not None:
-            limit = (
-                _passed_over(found, differing, emit)
-                if differing
-                else _replay(found, state, place, strict=strict, emit=emit)
-            )
+            limit = _replay(found, state, place, strict=strict, emit=emit)
             if limit is not None:
                 return limit
         state.restore_rest(found.latest, is_record=found.chain is not None, strict=strict)
@@ -109,13 +103,14 @@ def _replay(found: Found, state: State, place: Topology, *, strict: bool, emit: 
     """Repeat the chain in place, or beside the state if ranks had other parts; None, or the last step that is good."""
     assert found.chain is not None
     wanted, good, reason = found.latest.step, found.latest.step, "it diverged on another rank"
-    began, threads, rebuilt = time.monotonic(), torch.get_num_threads(), None
+    began, rebuilt = time.monotonic(), None
+    is_exact = not found.base.info.replica  # else training had other bits than digests tell
     try:
-        torch.set_num_threads(found.latest.extras["threads"])  # where a kernel cuts a tensor decides its last bits
-        is_exact = not found.base.info.replica  # else training had other bits than digests tell
         if found.views is None:
             consumed = found.chain.consumed
-            replay(state.subjects, consumed if is_exact else [replace(one, digest=None) for one in consumed], place)
+            consumed = consumed if is_exact else [replace(one, digest=None) for one in consumed]
+            with as_many_threads(found.latest.extras):
+                replay(state.subjects, consumed, place)
         else:
             rebuilt = advanced(
                 found.views, found.chain, place.rank if found.latest.own else 0, program=state.subjects,
@@ -123,8 +118,6 @@ def _replay(found: Found, state: State, place: Topology, *, strict: bool, emit: 
             )  # fmt: skip
     except Diverged as error:
         good, reason = max(error.proven or 0, found.base.step), str(error)
-    finally:
-        torch.set_num_threads(threads)
     good = min(int(answer) for answer in topology.exchange(str(good).encode(), place))
     if good < wanted:
         emit(Rejected(step=wanted, source="any", reason=reason))
