@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import gpu
+import gpu_models
 import log_gpu
 import torch
 from common import MB, Report, Stat, Table, Target, machine, timed
@@ -198,7 +198,7 @@ def run_cpu(given: argparse.Namespace, report: Report) -> None:
 
 
 def run_gpu(given: argparse.Namespace, report: Report) -> None:
-    gpu.DEVICE = given.device
+    gpu_models.DEVICE = given.device
     names = [name for name in log_gpu.KINDS if not given.only or name in given.only.split(",")]
     kinds = {name: [kind for kind in log_gpu.KINDS[name] if not given.kind or kind == given.kind] for name in names}
     with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=given.scratch, ignore_cleanup_errors=True) as folder:

@@ -1,7 +1,7 @@
 """What the log costs on one CUDA device: dense, and behind a compressor. The door is bench/log.py --gpu.
 
 Plain blocks and guarded ones take turns on one model in one process (bench/log_turns.py). The models are those of
-bench/gpu.py.
+bench/gpu_models.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu
+import gpu_models
 import torch
 from common import MB, Report, Stat, Table, Target
+from gpu_models import Case, sync
 from log_turns import ADAM_BYTES, Turns, Watched, Way, over, sizes, steps_between_values, take_turns, troubles
-from torch import nn
 
 import everstep
 from everstep.capture.compress import TopK
@@ -58,26 +58,6 @@ class Found:
         return Stat(self.ways[way]["step_s"]).median
 
 
-def sync() -> None:
-    """Only the stream of training is waited for: copies to the host are not a part of a step."""
-    if gpu.DEVICE == "cuda":
-        torch.cuda.current_stream().synchronize()
-
-
-def stand_in(name: str) -> gpu.Case:
-    """A small model on the CPU, to walk through this file where no device is."""
-    from cpu import Gpt
-
-    torch.manual_seed(0)
-    model = Gpt(vocab=64, width=32, layers=2, heads=2, length=16)
-
-    def loss() -> torch.Tensor:
-        tokens = torch.randint(0, 64, (4, 17))
-        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-    return gpu.Case(f"stand-in for {name}", model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss)
-
-
 def per_tensor(optimizer: torch.optim.Optimizer) -> Callable[..., None]:
     """The usual way: a small top-k for every tensor, each with a residual of its own (as in bench/compress.py)."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -98,7 +78,7 @@ def per_tensor(optimizer: torch.optim.Optimizer) -> Callable[..., None]:
     return squeeze
 
 
-def steps_in(case: gpu.Case, block_s: float) -> int:
+def steps_in(case: Case, block_s: float) -> int:
     began = time.perf_counter()
     for _ in range(5):
         case.step()
@@ -106,7 +86,7 @@ def steps_in(case: gpu.Case, block_s: float) -> int:
     return max(5, min(40, round(block_s / ((time.perf_counter() - began) / 5))))
 
 
-def bench_kind(case: gpu.Case, kind: str, directory: Path, rounds: int, block_s: float) -> Found:
+def bench_kind(case: Case, kind: str, directory: Path, rounds: int, block_s: float) -> Found:
     steps = steps_in(case, block_s)
     compressor = TopK(RATIO) if kind == "topk" else None
     run = everstep.guard(
@@ -144,12 +124,12 @@ def bench_kind(case: gpu.Case, kind: str, directory: Path, rounds: int, block_s:
 
 def bench(kinds: dict[str, list[str]], scratch: Path, rounds: int, budget_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + budget_s
-    on_device = gpu.DEVICE == "cuda"
-    data: dict[str, Any] = {"link_bytes_s": gpu.link_bytes_s() if on_device else 0.0, "models": {}}
+    on_device = gpu_models.DEVICE == "cuda"
+    data: dict[str, Any] = {"link_bytes_s": gpu_models.link_bytes_s() if on_device else 0.0, "models": {}}
     for name in kinds:
         entry: dict[str, Any] = {"title": name, "parameters": 0, "kinds": {}}
         data["models"][name] = entry
-        case = gpu.make_case(name) if on_device else stand_in(name)
+        case = gpu_models.make_case(name)
         entry["title"], entry["parameters"] = case.title, sum(p.numel() for p in case.model.parameters())
         for kind in kinds[name]:
             found = _bench_or_say(case, kind, scratch, rounds, deadline)
@@ -162,10 +142,10 @@ def bench(kinds: dict[str, list[str]], scratch: Path, rounds: int, budget_s: flo
     return data
 
 
-def _bench_or_say(case: gpu.Case, kind: str, scratch: Path, rounds: int, deadline: float) -> Found:
+def _bench_or_say(case: Case, kind: str, scratch: Path, rounds: int, deadline: float) -> Found:
     if time.monotonic() > deadline:
         return Found(error="no time was left")
-    root, is_small = scratch, gpu.DEVICE != "cuda"
+    root, is_small = scratch, gpu_models.DEVICE != "cuda"
     if kind.endswith("disk in memory"):
         root = SHM
         if not is_small and (not SHM.is_dir() or shutil.disk_usage(SHM).free < SHM_ROOM_BYTES):

@@ -33,10 +33,10 @@ def hooks_of(optimizer: torch.optim.Optimizer, *owners: object) -> Iterator[None
     """Only the hooks that these objects have on an optimizer; without any, it is that of a plain loop."""
     tables: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     known = [dict(table) for table in tables]
+    kept = {handle.id for owner in owners for handle in owner._handles}  # type: ignore[attr-defined]
     for table in tables:
-        for key, hook in list(table.items()):
-            if not any(getattr(getattr(hook, "func", hook), "__self__", None) is owner for owner in owners):
-                del table[key]
+        for key in table.keys() - kept:
+            del table[key]
     try:
         yield
     finally:

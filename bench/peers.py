@@ -104,7 +104,14 @@ class Saver:
     def warm_up(self) -> None:
         """Whatever is done only in the first steps."""
 
+    def gate(self, *_: object) -> None:
+        """What the next update has to wait for."""
+
+    def finish(self, where: Path) -> None:
+        """Until everything is written that the call has left to others."""
+
     def durable(self, where: Path) -> None:
+        self.finish(where)
         _sync(where)
 
     def restore(self, where: Path) -> None:
@@ -160,19 +167,19 @@ class DcpAsync(DcpSave):
     def save(self, where: Path) -> None:
         self._saving = dcp.async_save(self.subject.state(), checkpoint_id=where, no_dist=True)
 
-    def durable(self, where: Path) -> None:
+    def finish(self, where: Path) -> None:
         self._saving.result()
-        _sync(where)
 
 
 class DcpStaged(DcpAsync):
     name = "DCP async_save, asynchronous staging"
+    _staging: Any = None
 
     def __init__(self, subject: Subject, root: Path) -> None:
         super().__init__(subject, root)
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=torch.cuda.is_available(), use_shared_memory=True,
+                use_pinned_memory=torch.cuda.is_available(), use_shared_memory=not torch.cuda.is_available(),
                 use_async_staging=True, use_non_blocking_copy=torch.cuda.is_available(),
             )
         )  # fmt: skip
@@ -183,9 +190,13 @@ class DcpStaged(DcpAsync):
         )  # fmt: skip
         self._staging, self._saving = answer.staging_completion, answer.upload_completion
 
+    def gate(self, *_: object) -> None:
+        if self._staging is not None:
+            self._staging.result()
+
     def step(self) -> float:
         begin = time.perf_counter()
-        self._staging.result()
+        self.gate()
         waited = time.perf_counter() - begin
         self.subject.optimizer.step()
         return waited

@@ -45,6 +45,7 @@ def digest(*objects: Any) -> str:
 
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            value = getattr(value, "_local_tensor", value)  # of a DTensor
             total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):

@@ -9,7 +9,7 @@ tune/           how often, and which way                models strategy controll
 tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
 capture/        which part of a tensor is whose         sharded watch layout buckets
-capture/        off the device, without stopping it     host arena life copier shape snapshot extras position
+capture/        off the device, without stopping it     host arena life copier hooks shape snapshot extras position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update stepped purity sheet form tap gradients
 capture/        what it costs, and which way to go on   moments steering

@@ -252,9 +252,8 @@ class Run:
         return self.settings.steps is not None and self.step >= self.settings.steps
 
     def _cut(self) -> None:
-        if not self._capture.stepped:
+        if not self._capture.take_step():
             return
-        self._capture.stepped = False
         self.step += 1
         self._state.reductions.settle()
         if self._forward is not None and self._forward.is_under_way:
@@ -389,7 +388,7 @@ class Run:
 
     def _take_last(self) -> bool:
         """Have the last step in memory, as a base. Whether there is one that is not on the disk yet."""
-        stepped, self._capture.stepped = self._capture.stepped, False
+        stepped = self._capture.take_step()
         self.step += stepped
         ended = self._finished and not self._had_finished and self.step > 0
         is_new = self._keeping.last_step is not None or stepped or ended

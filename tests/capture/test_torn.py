@@ -129,7 +129,7 @@ def test_without_the_gate_bases_are_torn_so_the_test_can_fail(
         went_on.wait(1.0)  # for the last base that is looked at nobody goes on
         real(self, *arguments)
 
-    monkeypatch.setattr(Capture, "_gate", lambda self, optimizer: None)
+    monkeypatch.setattr(Capture, "_gate", lambda *_: None)
     monkeypatch.setattr(Capture, "_copy", slowly)
     assert torn(directory, device, steps=4, went_on=went_on) != []
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import everstep
 from everstep.capture import gradients
+from everstep.errors import Misuse
 from everstep.events import Degraded, Replayed, read_events
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -153,6 +154,22 @@ def nccl_with_one_rank(directory: Path, die_at: int) -> dict[str, Any]:
     return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())])
 
 
+def fsdp_with_one_rank(directory: Path, die_at: int) -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    everstep.init_process_group("nccl")
+    model = fully_shard(network())
+    return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())])
+
+
+def graphed_but_for_the_step(directory: Path, die_at: int) -> dict[str, Any]:
+    """Forward and backward are repeated by a CUDA graph; the optimizer steps as always."""
+    model = network()
+    whole = torch.cuda.make_graphed_callables(model, (batch(0)[0],))
+    return loop(directory, die_at, whole, [torch.optim.AdamW(model.parameters(), lr=1e-2)])
+
+
 def fused_and_scaled(directory: Path, die_at: int) -> dict[str, Any]:
     model = network()
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
@@ -184,7 +201,7 @@ def every_capture_on_disk(directory: Path, die_at: int) -> dict[str, Any]:
 
 FEATURES: list[Loop] = [
     adam, fused, capturable_with_tensor_rate, scaled, fused_into_backward, channels_last, compiled,
-    nccl_with_one_rank, spare_device_memory, every_capture_on_disk,
+    nccl_with_one_rank, fsdp_with_one_rank, graphed_but_for_the_step, spare_device_memory, every_capture_on_disk,
 ]  # fmt: skip
 
 
@@ -200,7 +217,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(feature: Loop) -> None:
 
 LOGGED: list[Loop] = [
     adam, fused, capturable_with_tensor_rate, scaled, fused_and_scaled, channels_last, compiled, nccl_with_one_rank,
-    largest_gradients, eight_bits, nccl_and_largest_gradients,
+    graphed_but_for_the_step, largest_gradients, eight_bits, nccl_and_largest_gradients,
 ]  # fmt: skip
 
 
@@ -221,6 +238,43 @@ def test_by_its_log_it_ends_with_the_same_bits(feature: Loop, reboot: bool, monk
     assert resumed["resumed_from"] is not None
     assert reboot or resumed["resumed_from"] >= 4
     assert replayed or reboot
+
+
+@pytest.mark.parametrize("guarded", ["before", "after"])
+def test_a_graph_with_the_update_in_it_is_refused(guarded: str) -> None:
+    def life(directory: Path) -> dict[str, Any]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device="cuda"), capturable=True)
+        x, y = batch(0)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            step()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph, said = torch.cuda.CUDAGraph(), ""
+        run = everstep.guard(model, optimizer, dir=directory) if guarded == "before" else None
+        try:
+            with torch.cuda.graph(graph):
+                step()
+            run = run or everstep.guard(model, optimizer, dir=directory)
+            for _ in range(2):
+                graph.replay()
+                run.done()
+        except Misuse as error:
+            said = str(error)
+        return {"said": said, "kept": run.step if run else 0}
+
+    with run_directory() as directory:
+        found = must_finish(lambda: life(directory))
+    assert found["kept"] == 0
+    assert ("being recorded" if guarded == "before" else "no optimizer was seen") in found["said"]
+    assert "leave optimizer.step() out of the graph" in found["said"]
 
 
 def test_a_replica_of_a_device_is_close_and_says_that_it_is_no_more() -> None:

@@ -51,7 +51,7 @@ def hold_up_updates(slow: Callable[[], bool]) -> None:
             time.sleep(COPY_S)
         copy(self, *args)
 
-    def gated(self: Capture, optimizer: int) -> None:
+    def gated(self: Capture, optimizer: int, *_: object) -> None:
         wanted.set()
         gate(self, optimizer)
         wanted.clear()

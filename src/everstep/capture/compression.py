@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from everstep.capture.bits import cut_up, same_bits
 from everstep.capture.compressor import Compressor, communication_hook
+from everstep.capture.hooks import around_step
 from everstep.capture.layout import Subjects, ddp_of
 from everstep.capture.reductions import has_hook
 from everstep.errors import BadConfig
@@ -37,13 +39,13 @@ class Compression:
             model.register_comm_hook(None, communication_hook(compressor, model.process_group))
         self._buffers: dict[str, Tensor] = {}
         self._kinds: dict[int, dict[Any, list[Tensor]]] = {}
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
         for i, optimizer in enumerate(subjects.optimizers):
             plain = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in hooked and p.requires_grad]
             for parameter in plain:
                 self._kinds.setdefault(i, {}).setdefault((parameter.device, parameter.dtype), []).append(parameter)
             if plain:
-                self._handles.append(optimizer.register_step_pre_hook(partial(self._squeeze, i)))
+                self._handles += around_step(optimizer, partial(self._squeeze, i))
         self._expected = -1  # how often the gradients are written between the compressor and the step
         self.skipped = ""  # why the gradients of this step are not compressed
 

@@ -29,6 +29,7 @@ from everstep.capture.compression import Compression
 from everstep.capture.copier import Copier
 from everstep.capture.digest import digest, state_digest
 from everstep.capture.form import Form, as_it_is, call_of, fits, make_form, members_of, on_device, scalar_of
+from everstep.capture.hooks import around_step
 from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
 from everstep.capture.purity import Purity
@@ -90,10 +91,7 @@ class Recorder:
         self._handles = [
             handle
             for i, optimizer in enumerate(subjects.optimizers)
-            for handle in (
-                optimizer.register_step_pre_hook(partial(self._before_step, i)),
-                optimizer.register_step_post_hook(partial(self._after_step, i)),
-            )
+            for handle in around_step(optimizer, partial(self._before_step, i), partial(self._after_step, i))
         ]
 
     @property

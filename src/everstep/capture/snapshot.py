@@ -19,12 +19,14 @@ from __future__ import annotations
 import struct
 import time
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import torch
 
 from everstep.capture.arena import MEMFD, Arena
 from everstep.capture.copier import Copier
+from everstep.capture.hooks import Unseen, around_step
 from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
 from everstep.capture.shape import Shape, Views, make_shape, on_side, pin, unpin
@@ -65,7 +67,7 @@ class Capture:
         self._seals = 0  # in the present arena
         self._shape: Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
-        self.stepped = False
+        self._stepped, self._unseen = False, Unseen(subjects)
         self._copier, self._lock = copier, copier.changed
         self._leased: set[int] = leased
         self._progress = 1 << 30  # buckets of the current job whose copies are launched (device) or done (host)
@@ -80,10 +82,7 @@ class Capture:
         self._handles = [
             handle
             for i, optimizer in enumerate(subjects.optimizers)
-            for handle in (
-                optimizer.register_step_pre_hook(lambda *_, i=i: self._gate(i)),
-                optimizer.register_step_post_hook(lambda *_, i=i: self._after_step(i)),
-            )
+            for handle in around_step(optimizer, partial(self._gate, i), partial(self._after_step, i))
         ]
         for arena in left:
             arena.unseal_after(resumed_from)
@@ -93,7 +92,7 @@ class Capture:
 
     # -- hooks on the optimizers
 
-    def _gate(self, optimizer: int) -> None:
+    def _gate(self, optimizer: int, *_: object) -> None:
         """Let no update pass a copy."""
         self._moments.updates()
         shape = self._shape
@@ -114,13 +113,24 @@ class Capture:
             if event is not None:
                 torch.cuda.current_stream(shape.sources[bucket][0].device).wait_event(event)
 
-    def _after_step(self, optimizer: int) -> None:
-        self.stepped = True
+    def _after_step(self, optimizer: int, *_: object) -> None:
+        self._stepped = True
         self._moments.updated(optimizer)
         if self._shape is None and optimizer not in self._order:
             self._order.append(optimizer)
 
     # -- the training thread
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last one that was taken note of."""
+        return self._stepped
+
+    def take_step(self) -> bool:
+        """The same, and it is taken note of. Misuse if something else than optimizers changes the parameters."""
+        stepped, self._stepped = self._stepped, False
+        self._unseen.stepped() if stepped else self._unseen.look()
+        return stepped
 
     def cut(self, step: int, extras: bytes) -> None:
         """The state is consistent now: begin to copy it."""
