@@ -122,7 +122,7 @@ def laid_out(kind: str, model: nn.Module, how: str = "AdamW") -> tuple[nn.Module
 
 def batch(kind: str, step: int, rank: int) -> Tensor:
     """Ranks that have parts of one computation see the same."""
-    source = {"tp": 0, "single": 0, "fsdp_tp": rank // 2}.get(kind, rank)
+    source = {"tp": 0, "single": 0, "alone": 0, "fsdp_tp": rank // 2}.get(kind, rank)
     return torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(100 * step + source))
 
 

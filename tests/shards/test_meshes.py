@@ -85,8 +85,17 @@ def test_records_lead_to_the_same_state_on_another_mesh(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("optimizer", ["AdamW", "fused", "SGD"])
-@pytest.mark.parametrize(("kind", "world", "model", "targets"), LARGE, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "world", "model", "targets", "optimizer"),
+    [
+        *((*case, "AdamW") for case in LARGE),
+        ("hsdp", 4, "Net", NET, "fused"),
+        ("fsdp_tp", 4, "Pair", PAIR, "fused"),
+        ("ddp", 2, "Net", NET, "fused"),
+        ("zero", 3, "Pair", PAIR, "SGD"),
+    ],
+    ids=str,
+)
 def test_records_lead_to_the_same_state_on_every_other_mesh(
     kind: str, world: int, model: str, targets: list[tuple[str, int]], optimizer: str, tmp_path: Path
 ) -> None:
