@@ -10,9 +10,16 @@ from harness import Kill, Stage, differing
 from everstep.events import Degraded, Replayed, read_events
 
 Make = Callable[..., Stage]
-ALWAYS = [("fsdp_that_evaluates", 2), ("zero", 2)]
-SOAK = [("fsdp", 4), ("hsdp", 4), ("tensor_parallel", 2), ("fsdp_over_tensor_parallel", 4), ("zero", 3)]
-CASES = [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAK)]
+EACH = [
+    ("fsdp_that_evaluates", 2),
+    ("fsdp", 4),
+    ("hsdp", 4),
+    ("tensor_parallel", 2),
+    ("fsdp_over_tensor_parallel", 4),
+    ("zero", 2),
+    ("zero", 3),
+]
+CASES = [(*case, reboot) for case in EACH for reboot in (True, False)]
 
 
 def repeated(stage: Stage) -> list[tuple[int, int]]:
@@ -22,8 +29,11 @@ def repeated(stage: Stage) -> list[tuple[int, int]]:
     return [(e.base, e.steps) for e in events if isinstance(e, Replayed)]
 
 
-@pytest.mark.parametrize("reboot", [False, True], ids=["memory", "reboot"])
-@pytest.mark.parametrize(("name", "world"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "world", "reboot"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.soak) for case in CASES[1:])],
+    ids=str,
+)
 def test_killed_it_goes_on_from_its_records_with_the_same_bits(
     name: str, world: int, reboot: bool, stage: Make
 ) -> None:
