@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from harness import Kill, Stage, differing
 
-from everstep.events import Degraded, Replayed, read_events
+from everstep.events import Chose, Degraded, Replayed, read_events
 
 Make = Callable[..., Stage]
 EACH = [
@@ -41,3 +41,12 @@ def test_killed_it_goes_on_from_its_records_with_the_same_bits(
     kills = [Kill(3, "step", rank=world - 1), Kill(6, "step")]  # when these steps are durable
     assert differing(unbroken, again.play(kills, world=world, reboot=reboot)) == []
     assert repeated(again) == [(1, 2)] * world + [(4, 2)] * world
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["fsdp", "tensor_parallel", "zero"])
+def test_a_run_that_turns_to_the_log_ends_with_the_same_bits(name: str, stage: Make) -> None:
+    unbroken, again = stage(name).play(world=2), stage(name, "process", "auto")
+    again.turn_every = 2
+    assert differing(unbroken, again.play([Kill(3, "step", rank=1), Kill(6, "backward")], world=2)) == []
+    assert "log" in {event.strategy for event in read_events(again.directory / "run") if isinstance(event, Chose)}
