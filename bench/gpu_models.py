@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from common import timed
@@ -41,8 +42,11 @@ def _vision(title: str, model: nn.Module, batch: int, size: int) -> Case:
     return Case(title, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), loss)
 
 
-def _language(title: str, model: nn.Module, batch: int, length: int, vocab: int) -> Case:
-    title, model = f"{title}, {batch} x {length}", model.to(DEVICE).train()
+def _language(
+    title: str, make: Callable[[Any], nn.Module], config: object, batch: int, length: int, vocab: int
+) -> Case:
+    with torch.device(DEVICE):  # weights are made there: on the host that takes long
+        title, model = f"{title}, {batch} x {length}", make(config).to(DEVICE).train()
 
     def loss() -> Tensor:
         tokens = torch.randint(0, vocab, (batch, length), device=DEVICE)
@@ -61,14 +65,12 @@ def _transformer(name: str, batch: int, length: int) -> Case:
         bert = transformers.BertConfig(
             hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
         )
-        return _language("BERT-large, AdamW", transformers.BertForMaskedLM(bert), batch, length, 30522)
+        return _language("BERT-large, AdamW", transformers.BertForMaskedLM, bert, batch, length, 30522)
     if name == "gpt2":
         gpt = transformers.GPT2Config(use_cache=False)
-        return _language("GPT-2 124M, AdamW", transformers.GPT2LMHeadModel(gpt), batch, length, 50257)
+        return _language("GPT-2 124M, AdamW", transformers.GPT2LMHeadModel, gpt, batch, length, 50257)
     xl = transformers.GPT2Config(use_cache=False, n_embd=1600, n_layer=48, n_head=25)
-    with torch.device(DEVICE):  # weights are made there: on the host that takes a minute
-        model = transformers.GPT2LMHeadModel(xl)
-    return _language("GPT-2 XL 1.6B, AdamW", model, batch, length, 50257)
+    return _language("GPT-2 XL 1.6B, AdamW", transformers.GPT2LMHeadModel, xl, batch, length, 50257)
 
 
 def _stand_in(name: str) -> Case:

@@ -34,7 +34,7 @@ recover/        which bytes a rank needs                needs
 recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          others reach times audit inquiry salvage records rebuild retrieve
-live/           without leaving the loop                line watch meeting presence regroup course forward loop
+live/           without leaving the loop                line watch meeting presence replicas regroup course forward loop
 live/           those who train, started and replaced   crew
 # beside the road
 testing.py      the promises of a tier, as a suite that anybody can run

@@ -228,6 +228,7 @@ class Called(Event, frozen=True, kw_only=True):
     lost: tuple[int, ...]
     lost_nodes: tuple[str, ...] = ()  # of which nobody is left
     waited_s: float  # from the loss until all stood still
+    idle: tuple[int, ...] = ()  # left, but of a replica that is not whole: they stand by from now on
     reason: str  # why it is not what was wished for first
 
 

@@ -118,7 +118,7 @@ class Run:
         self._places = Places.chosen(chosen.directory, chosen.tiers)
         claim.make(self._places)
         self._life = ExitStack()
-        self._presence = Presence(chosen) if chosen.on_loss else None
+        self._presence = Presence(chosen, state.subjects) if chosen.on_loss else None
         self._forward = Forward.chosen(chosen, state.subjects, self._presence, state.reductions.are_settled)
         if is_spare(os.environ):
             self._signals = Signals(lambda: self._step_s, stands_by=True)
@@ -135,7 +135,7 @@ class Run:
         """Begin a life: all ranks of a job, or of a view, together. `carried`: with the state as it is."""
         chosen, state = self.settings, self._state
         place = self._place = topology.here()
-        check(chosen, place, state.subjects)
+        check(chosen, place)
         seats = chosen.batch if self._presence is not None else "shrink"
         self._feed = Feed.of(self._loader, place, seats) if self._loader is not None else None
         self._emit = EventLog(chosen.directory / f"events-rank-{place.rank:05d}.jsonl")
@@ -305,7 +305,7 @@ class Run:
 
     def begin_again(self, carried: Carried | None = None) -> None:
         """For the loop of run.live(): begin a life in the present group; `carried`: with the state as it is."""
-        regroup(self._state.subjects.models, self._loader, keeps_gradients=carried is not None)
+        regroup(self._state.subjects, self._loader, keeps_gradients=carried is not None)
         self._state.reductions.forget()
         try:
             self._begin(carried)

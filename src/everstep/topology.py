@@ -244,8 +244,8 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
 
     limit = timeout or dist.constants.default_pg_timeout
     how = Formed(backend, limit, options)
-    if is_spare(os.environ):  # alone, until it is called to the others
-        how.form(dist.HashStore, 0, 1)
+    if is_spare(os.environ):
+        how.pretend(int(os.environ.get("WORLD_SIZE", "1")))
         return
     os.environ |= missing(os.environ)
     store, rank, world = next(dist.rendezvous("env://", timeout=limit))
@@ -262,6 +262,21 @@ class Formed:
     limit: timedelta
     options: dict[str, Any]
     wires: Wires = field(default_factory=Wires)
+
+    def pretend(self, world: int) -> None:
+        """Alone, until this process is called to the others: it takes itself for the first of so many ranks.
+
+        So it can cut a model for as many as there will be, and no rank has to have it whole.
+        """
+        import torch.distributed as dist
+
+        if world == 1:
+            self.form(dist.HashStore, 0, 1)
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # where torch has that backend
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        _FORMED[dist.group.WORLD] = self
 
     def form(self, store: Callable[[], Any], rank: int, world: int) -> None:
         import torch.distributed as dist

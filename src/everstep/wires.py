@@ -1,4 +1,4 @@
-"""The connections of a process group: what a collective hangs on when a peer is lost, and how it is set free.
+"""The connections of process groups: what a collective hangs on when a peer is lost, and how it is set free.
 
 Gloo has no abort: only the neighbours of a dead rank notice, and the others wait for a timeout of many minutes. But its
 connections are sockets of this process. Shutting them down ends every operation on them with an error at once, in
@@ -58,11 +58,11 @@ class Wires:
 
     def _known(self) -> dict[int, str]:
         before = self._before
-        return self.sockets if before is None else dict(_sockets().items() - before.items())
+        return self.sockets if before is None else self.sockets | dict(_sockets().items() - before.items())
 
     @contextmanager
     def noting(self, ranks: int) -> Iterator[None]:
-        """Take down the sockets that are opened meanwhile, by a group of so many ranks."""
+        """Take down the sockets that are opened meanwhile, beside those of before, by groups of so many ranks."""
         self._ranks, self._before = ranks, _sockets()
         try:
             yield

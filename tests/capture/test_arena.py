@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lives import live, must_finish, run_directory, run_of, train_tiny
 from torch import nn
 
 import everstep
+from everstep.capture import arena as arenas
 from everstep.capture.arena import Arena
+from everstep.capture.host import SHARED_MEMORY
+from everstep.errors import NotEnoughMemory
 from everstep.image import FORMAT, lay_out
 from everstep.types import ImageInfo
 
@@ -67,4 +73,34 @@ def test_whoever_takes_over_a_damaged_arena_does_not_seal_into_its_damage(tmp_pa
     successor.adopt(layout)
     assert [buffer[: len(layout.header)] for buffer in arena.slots] == [layout.header] * 2
     successor.close()
+    arena.close()
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """Shared memory of 6 MiB."""
+    place = Path(tempfile.mkdtemp(prefix="everstep-test-", dir=SHARED_MEMORY))
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(place)], capture_output=True).returncode:
+        place.rmdir()
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+    place.rmdir()
+
+
+@pytest.mark.parametrize("kernel", ["new", "old"])
+def test_memory_is_taken_at_once_or_refused(
+    kernel: str, small_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Else the first copy would end the process with a signal."""
+    if kernel == "old":
+        monkeypatch.setattr(arenas, "_POPULATE_WRITE", 99)  # which no kernel knows
+    run = "ab" * 16
+    layout = lay_out([], ImageInfo(format=FORMAT, run=run, rank=0, world=1), 2 << 20)
+    with pytest.raises(NotEnoughMemory, match="MB are free"):
+        Arena.create(small_memory, run=run, rank=0, world=1, layout=layout, slots=3)
+    assert os.statvfs(small_memory).f_bavail * os.statvfs(small_memory).f_frsize == 6 << 20  # nothing is left of it
+    arena = Arena.create(small_memory, run=run, rank=0, world=1, layout=layout, slots=2)
+    free = os.statvfs(small_memory).f_bavail * os.statvfs(small_memory).f_frsize
+    assert free < (6 << 20) - 2 * (2 << 20)
     arena.close()

@@ -33,7 +33,7 @@ def test_every_command_that_is_shown_has_its_options_and_its_program() -> None:
 def test_the_events_that_are_shown_have_the_fields_of_real_ones() -> None:
     lines = re.findall(r'^\{"event".*\}$', TEXT, re.MULTILINE)
     kinds = {"rankslost": RanksLost, "called": Called, "wenton": WentOn}
-    assert len(lines) == 8
+    assert len(lines) == 10
     for line in lines:
         fields = msgspec.json.decode(line).keys() - {"event"}
         kind = kinds[msgspec.json.decode(line)["event"]]

@@ -24,8 +24,15 @@ def standing(worker: str, rank: int, node: str) -> Standing:
 class Cluster:
     """Nodes with a rank or more each, as their keepers would report them."""
 
-    def __init__(self, nodes: str, ranks: int = 1, spares: Sequence[str] = (), on_loss: Sequence[str] = ("rollback",)):
-        self.now, self.events = 100.0, list[Any]()
+    def __init__(
+        self,
+        nodes: str,
+        ranks: int = 1,
+        spares: Sequence[str] = (),
+        on_loss: Sequence[str] = ("rollback",),
+        unit: int = 1,
+    ) -> None:
+        self.now, self.events, self.unit = 100.0, list[Any](), unit
         self.nodes = list(nodes)
         places = tuple(node for node in nodes for _ in range(ranks))
         self.sitting = Sitting(view=0, seats=tuple(Seat(node=n, address=f"{n}:0") for n in nodes), places=places)
@@ -42,7 +49,15 @@ class Cluster:
 
     def _enrol(self, node: str, worker: str, rank: int, world: int, on_loss: Sequence[str]) -> None:
         said = Enrol(
-            worker=worker, job="j", pid=1, view=0, rank=rank, world=world, on_loss=tuple(on_loss), detect_s=DETECT_S
+            worker=worker,
+            job="j",
+            pid=1,
+            view=0,
+            rank=rank,
+            world=world,
+            on_loss=tuple(on_loss),
+            detect_s=DETECT_S,
+            unit=self.unit,
         )  # type: ignore[arg-type]
         self.workers[node][worker] = Here(enrolled=said)
 
@@ -111,6 +126,46 @@ def test_the_places_of_a_lost_node_are_taken_by_those_of_one_node() -> None:
     made = decide(3, left, spares, ["spare"], {0: "a", 1: "b", 2: "b"})
     assert made.nodes == ("a", "d", "d")
     assert decide(4, left, spares, ["spare"], dict.fromkeys(range(1, 4), "b")).nodes == ("a", "d", "d", "c")
+
+
+@pytest.mark.parametrize(
+    ("lost", "goes_on", "idle", "reason"),
+    [
+        ([1], ("w2", "w3", "w4", "w5"), ("w0",), "1 lost, and 0 spares"),
+        ([4, 5], ("w0", "w1", "w2", "w3"), (), "2 lost, and 0 spares"),
+        ([0, 3], ("w4", "w5"), ("w1", "w2"), "2 lost, and 0 spares"),
+        ([0, 3, 4], (), (), "3 lost, and 0 spares; none of the replicas, of 2 ranks each, is whole"),
+    ],
+)  # fmt: skip
+def test_only_whole_replicas_go_on(
+    lost: list[int], goes_on: tuple[str, ...], idle: tuple[str, ...], reason: str
+) -> None:
+    left = [standing(f"w{rank}", rank, "a") for rank in range(6) if rank not in lost]
+    made = decide(6, left, [], ["spare", "rollback"], unit=2)
+    assert (made.workers, made.idle, made.reason) == (goes_on, idle, reason)
+    assert made.policy == ("rollback" if goes_on else "restart")
+
+
+def test_what_is_left_of_a_replica_stands_by_on_its_node_until_there_are_enough_for_a_whole_one() -> None:
+    """Also if the node of the broken replica had the chair."""
+    cluster = Cluster("ab", ranks=2, on_loss=["spare", "rollback"], unit=2)
+    cluster.tell("a", "a", "b")
+    cluster.leave("a", "w1", 1, "its process ended")
+    cluster.tell("a", *"abababab")
+    assert cluster.views("b") == {(1, 2)}
+    (idle,) = cluster.workers["a"].values()
+    assert (idle.enrolled.worker, idle.enrolled.rank, idle.enrolled.view) == ("w0", SPARE, 1)
+    (called,) = cluster.told(Called)
+    assert (called.idle, called.lost, called.lost_nodes) == ((0,), (1,), ())
+    assert cluster.chairs["a"].sitting.seats[0].node == "b"
+    cluster.stand("a")
+    cluster.pass_time(3 * DETECT_S, "b", "a", "b")
+    assert len(cluster.told(Called)) == 1  # it is one, and two are needed
+    cluster._enrol("a", "fresh", SPARE, 0, ["spare", "rollback"])
+    cluster.stand("a", only="fresh")
+    cluster.pass_time(DETECT_S, "b", "a", "b")
+    assert cluster.views("a", "b") == {(2, 4)}
+    assert {here.enrolled.rank for here in cluster.workers["a"].values()} == {2, 3}
 
 
 @pytest.mark.parametrize(

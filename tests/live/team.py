@@ -119,8 +119,10 @@ def _model(dropout: float) -> nn.Module:
 
 
 class Team:
-    def __init__(self, directory: Path, world: int, spares: int = 0, **options: Any) -> None:
-        self.directory, self.world, self.options = directory, world, options
+    def __init__(
+        self, directory: Path, world: int, spares: int = 0, train: Callable[..., dict[str, Any]] = train, **options: Any
+    ) -> None:
+        self.directory, self.world, self.train, self.options = directory, world, train, options
         self._store = MeetingPlace()
         self.pids: dict[int, int] = {}
         self._hears: dict[int, int] = {}
@@ -153,7 +155,7 @@ class Team:
                 act = self._after_spares_stand(act)
             torch.set_num_threads(1)
             everstep.init_process_group("gloo")
-            answer = {"result": train(name, self.directory, act, **self.options)}
+            answer = {"result": self.train(name, self.directory, act, **self.options)}
         except SystemExit as leaving:
             code = int(leaving.code or 0)
         except BaseException as error:

@@ -21,7 +21,7 @@ def test_workers_are_told_who_they_are_and_spares_that_they_are_spares(tmp_path:
     job = Job(tmp_path, *words[:2], "--spares", 1, *words[2:])
     assert job.wait() == 0
     assert sorted(job.said.splitlines()) == [
-        "rank-2 2 6 0 2 n0 77 --lr 1", "rank-3 3 6 1 2 n0 77 --lr 1", "spare 0 1 2 2 n0 77 --lr 1"
+        "rank-2 2 6 0 2 n0 77 --lr 1", "rank-3 3 6 1 2 n0 77 --lr 1", "spare 0 6 2 2 n0 77 --lr 1"
     ]  # fmt: skip
 
 

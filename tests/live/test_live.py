@@ -6,13 +6,30 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from lives import run_directory
-from team import STEPS, Act, Ended, Here, Team, in_backward, in_forward, in_the_update, kill_at, nothing, own, survivors
+from sharing import train_sharded
+from team import (
+    STEPS,
+    Act,
+    Ended,
+    Here,
+    Team,
+    in_backward,
+    in_forward,
+    in_the_update,
+    kill_at,
+    nothing,
+    own,
+    survivors,
+    train,
+)
 
 from everstep.events import Called, RanksLost, WentOn, read_events
 from everstep.keeper.client import keeper_pid
@@ -235,8 +252,18 @@ def test_a_spare_that_comes_later_takes_the_place_that_was_left(directory: Path)
     assert len({one["state"] for one in found}) == 1
 
 
-@pytest.mark.parametrize("losses", [8, pytest.param(50, marks=pytest.mark.soak)])
-def test_losses_leave_no_thread_descriptor_or_memory_behind(directory: Path, losses: int) -> None:
+@pytest.mark.parametrize(
+    ("losses", "program"),
+    [
+        (8, train),
+        pytest.param(50, train, marks=pytest.mark.soak),
+        pytest.param(8, train_sharded, marks=pytest.mark.soak),
+    ],
+    ids=["8", "50", "8 of a sharded model"],
+)  # fmt: skip
+def test_losses_leave_no_thread_descriptor_or_memory_behind(
+    directory: Path, losses: int, program: Callable[..., dict[str, Any]]
+) -> None:
     """Whoever is not the first dies in its third step, again and again."""
     seen: list[tuple[int, int, int]] = []
 
@@ -250,7 +277,7 @@ def test_losses_leave_no_thread_descriptor_or_memory_behind(directory: Path, los
             Path(directory.parent, f"dead-{here.name}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    team = Team(directory, 2, spares=losses, on_loss=["spare"], steps=4 * losses).start(act)
+    team = Team(directory, 2, spares=losses, train=program, on_loss=["spare"], steps=4 * losses).start(act)
     found = team.wait(30 + 6 * losses)
     assert sum(one.killed for one in found.values()) == losses
     counted = eval(Path(directory.parent, "seen").read_text())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sharing import train_sharded
 from team import Act, Ended, Here, Team, own, survivors
 
 from everstep.events import Called, Persisted, RanksLost, Started, WentOn, read_events
@@ -39,13 +40,13 @@ def strike(team: Team, act: Act, losses: int, seed: int, *, spares_come_later: b
         awaited(lambda: len(list(directory.parent.glob("stands-*"))) == losses, "spares do not stand by")
     awaited(lambda: any(isinstance(e, Persisted) for e in read_events(directory)), "there is nothing to go back to")
     for number in range(losses):
-        victims = awaited(lambda n=number: ready_for(directory, n), f"nobody went on after loss {number}")
+        victims = awaited(lambda n=number: ready_for(directory, n, team.world), f"nobody went on after loss {number}")
         time.sleep(chance.uniform(0.0, 0.3))
         os.kill(chance.choice(victims), signal.SIGKILL)
         if spares_come_later:
             time.sleep(chance.uniform(0.0, 0.5))
-            team.add(WORLD + number, act, spare=True)
-    awaited(lambda: is_whole(directory), "the world did not grow back")
+            team.add(team.world + number, act, spare=True)
+    awaited(lambda: is_whole(directory, team.world), "the world did not grow back")
 
 
 def awaited(what: Callable[[], Any], else_: str) -> Any:
@@ -68,14 +69,14 @@ def ended(team: Team, steps: int) -> dict[int, Ended]:
     return team.wait(PATIENCE_S)
 
 
-def is_whole(directory: Path) -> bool:
+def is_whole(directory: Path, world: int) -> bool:
     """Whether all ranks have gone on in the newest view."""
     events = read_events(directory)
     last = next(event for event in reversed(events) if isinstance(event, Called))
-    return last.world == WORLD == sum(isinstance(event, WentOn) and event.view == last.view for event in events)
+    return last.world == world == sum(isinstance(event, WentOn) and event.view == last.view for event in events)
 
 
-def ready_for(directory: Path, number: int) -> list[int]:
+def ready_for(directory: Path, number: int, world: int) -> list[int]:
     """Ranks that are alive, once they have been called after each of so many losses, and one of them has gone on.
 
     One that is alone is spared: if nobody is left, nobody goes on.
@@ -83,7 +84,7 @@ def ready_for(directory: Path, number: int) -> list[int]:
     events = read_events(directory) if directory.exists() else []
     calls = [event for event in events if isinstance(event, Called)]
     began = {event.rank: event.pid for event in events if isinstance(event, Started)}
-    if sum(len(call.lost) for call in calls) < number or len(began) < WORLD:
+    if sum(len(call.lost) for call in calls) < number or len(began) < world:
         return []
     if calls and not any(isinstance(event, WentOn) and event.view == calls[-1].view for event in events):
         return []
@@ -131,3 +132,27 @@ def test_a_run_outlives_losses_at_random_moments(
     if policies == ["spare"]:
         whole = Team(directory.with_name("whole"), WORLD, on_loss=policies, steps=steps).start()
         assert own(found) == own(ended(whole, steps))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("losses", [6, 20])
+def test_replicas_outlive_losses_at_random_moments(directory: Path, losses: int) -> None:
+    """Two of two ranks each, with spares for all who are lost."""
+    over, steps = directory.parent / "over", losses * STEPS_PER_LOSS
+    options: dict[str, Any] = {"train": train_sharded, "on_loss": ["spare"], "steps": steps}
+    team = Team(directory, 4, spares=losses, **options)
+    act = slowly_until(over, steps)
+    team.start(act)
+    try:
+        strike(team, act, losses, seed=losses, spares_come_later=False)
+    finally:
+        over.touch()
+        found = ended(team, steps)
+        left = survivors(found)
+    assert [event.how for event in read_events(directory) if isinstance(event, RanksLost)] == [
+        "its process ended"
+    ] * losses
+    assert len(left) == 4
+    whole = Team(directory.with_name("whole"), 4, **options).start()
+    assert own(found) == own(ended(whole, steps))

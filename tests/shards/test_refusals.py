@@ -21,12 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import everstep
 from everstep.capture.sharded import Box, box_of
 from everstep.capture.stepped import ELSEWHERE
-from everstep.config import settings
 from everstep.errors import BadConfig, Mismatch, Unstorable
 from everstep.events import Degraded, read_events
-from everstep.keeper.arrival import check
-from everstep.recover.state import State
-from everstep.topology import here
 
 
 @pytest.fixture
@@ -109,21 +105,10 @@ def test_a_part_among_the_extras_is_refused(world: None, tmp_path: Path) -> None
         guarded(tmp_path, torch.ones(3), extra={"mean": part})
 
 
-def test_compressed_gradients_and_live_recovery_need_a_state_that_all_have(world: None, tmp_path: Path) -> None:
+def test_compressed_gradients_need_a_state_that_all_have(world: None, tmp_path: Path) -> None:
     part = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (1,)), [Shard(0)])
     with pytest.raises(BadConfig, match=r"compress= .* model\.weight is a DTensor"):
         guarded(tmp_path, part, compress=everstep.compress.TopK(0.1))
-    model = nn.Module()
-    model.weight = nn.Parameter(part)
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.1)]
-    state = State(models=[model], optimizers=optimizers, schedulers=[], scaler=None, extra=None, compressor=None)
-    chosen = settings(
-        tmp_path, on_loss=["rollback"], keeper="process", lose_at_most=1, tiers=None, keep=2, mode="host",
-        overhead_budget=0.03, strategy="auto", strict=True, epochs=1, steps=None, linger_s=60.0, batch="redistribute",
-        detect_s=10.0,
-    )  # fmt: skip
-    with pytest.raises(BadConfig, match=r"on_loss needs a state that every rank has, and model\.weight is a DTensor"):
-        check(chosen, here(), state.subjects)
 
 
 class Own(laid_out.Pair):

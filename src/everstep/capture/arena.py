@@ -11,6 +11,8 @@ the keeper holds. Knows nothing of tensors, CUDA or steps beyond their numbers; 
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -19,13 +21,14 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import xxhash
 
-from everstep.capture.host import free_memory
+from everstep.capture.host import free_memory, is_memory
 from everstep.errors import Damaged, NotEnoughMemory
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 
@@ -46,6 +49,9 @@ _SUM = struct.Struct("<Q")
 _OWNER_AT, _LIVE_AT, _TAKEN_AT, _SEALS_AT, _SEAL_BYTES = 128, 256, 384, 512, 128
 _MAX_SLOTS = 200  # a descriptor each, and a message carries no more than 253
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
+_PIECE_BYTES = 256 << 20  # that a thread maps at once; there are so many threads:
+_THREADS = 16
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,38 @@ def _head_bytes(slots: int) -> int:
 
 def _checks_bytes(slot_bytes: int) -> int:
     return round_up(_CHECKS.size + 8 * -(-slot_bytes // CHUNK_BYTES) + _SUM.size, BLOCK)
+
+
+def _allocate(files: list[int], size: int, *, in_memory: bool) -> None:
+    """Take what these files need, or raise OSError. Pages of memory are best taken by touching them all at once."""
+    for file in files:
+        os.ftruncate(file, size)
+    if in_memory:
+        buffers = [mmap.mmap(file, size) for file in files]
+        taken = _populate(buffers)
+        for buffer in buffers:
+            buffer.close()
+        if taken:
+            return
+    for file in files:
+        os.posix_fallocate(file, 0, size)
+
+
+def _populate(buffers: list[mmap.mmap]) -> bool:
+    """Map every page, by as many threads as there are processors; False if the kernel is too old for that."""
+
+    def touch(buffer: mmap.mmap, at: int) -> int:
+        first = ctypes.c_char.from_buffer(buffer, at)  # mmap.madvise would stop all other threads meanwhile
+        size = min(_PIECE_BYTES, len(buffer) - at)
+        failed = _libc.madvise(ctypes.byref(first), ctypes.c_size_t(size), _POPULATE_WRITE)
+        return ctypes.get_errno() if failed else 0
+
+    pieces = [(buffer, at) for buffer in buffers for at in range(0, len(buffer), _PIECE_BYTES)]
+    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        found = set(pool.map(lambda piece: touch(*piece), pieces)) - {0}
+    if found - {errno.EINVAL}:
+        raise OSError(max(found), os.strerror(max(found)))
+    return not found
 
 
 class Arena:
@@ -141,8 +179,8 @@ class Arena:
                     opened.append(os.memfd_create(f"everstep-{run[:8]}-{rank}-{name}", os.MFD_CLOEXEC))
                 else:
                     opened.append(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-            for descriptor, wanted in zip(opened, [control_bytes, *[size] * slots], strict=True):
-                os.posix_fallocate(descriptor, 0, wanted)
+            os.posix_fallocate(opened[0], 0, control_bytes)
+            _allocate(opened[1:], size, in_memory=root is None or is_memory(root))
             for slot in opened[1:]:
                 os.pwrite(slot, layout.header, 0)
             cls.before("arena header")
@@ -175,11 +213,7 @@ class Arena:
 
     def populate(self) -> None:
         """Map every page now, for those who will touch them all; whoever only looks need not wait for that."""
-        for buffer in self.slots:
-            try:
-                buffer.madvise(_POPULATE_WRITE)
-            except OSError:
-                return  # an older kernel: pages are mapped as they are touched
+        _populate(self.slots)  # an older kernel maps them as they are touched
 
     def close(self) -> None:
         for buffer in (self.control, *self.slots):

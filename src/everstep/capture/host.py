@@ -41,7 +41,7 @@ def free_memory(root: Path | None) -> int:
     if root is not None:
         mount = os.statvfs(root if root.exists() else root.parent)
         limits.append(mount.f_bavail * mount.f_frsize)
-    if root is None or _is_memory(root):
+    if root is None or is_memory(root):
         with open("/proc/meminfo") as meminfo:
             fields = dict(line.split(":") for line in meminfo)
         limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
@@ -49,7 +49,7 @@ def free_memory(root: Path | None) -> int:
     return min(limits)
 
 
-def _is_memory(root: Path) -> bool:
+def is_memory(root: Path) -> bool:
     return str(root).startswith(str(SHARED_MEMORY))
 
 

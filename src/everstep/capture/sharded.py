@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,18 +152,27 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[int, str], dict[str, Any]
     The holder has it under the key SHARDED, whatever the module shows.
     """
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    kind = _loaded("torch.distributed.fsdp", "FSDPModule")
-    for module in model.modules() if kind else ():
-        if not isinstance(module, kind):
-            continue
-        state = cast(Any, module)._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for one in (one for group in groups if group is not None for one in group.fsdp_params):
-            info = one._module_info
-            found[id(info.module), info.param_name] = vars(one)
-            for other, key in zip(info.shared_modules, info.shared_param_names, strict=True):
-                found[id(other), key] = vars(one)
+    for one in (one for group in fsdp_groups(model) for one in group.fsdp_params):
+        info = one._module_info
+        found[id(info.module), info.param_name] = vars(one)
+        for other, key in zip(info.shared_modules, info.shared_param_names, strict=True):
+            found[id(other), key] = vars(one)
     return found
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    kind = _loaded("torch.distributed.fsdp", "FSDPModule")
+    return [module for module in model.modules() if isinstance(module, kind)] if kind else []
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """Parameters that FSDP gathers and reduces together."""
+    found: dict[int, Any] = {}
+    for module in fsdp_modules(model):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        found |= {id(group): group for group in groups if group is not None}
+    return list(found.values())
 
 
 SHARDED = "sharded_param"

@@ -102,6 +102,14 @@ def _optional(extra: str, requirements: list[str], version_of: Callable[[str], s
     return Line(what=what, found=there)
 
 
+def required() -> list[str]:
+    """What Everstep needs and can use, as it was installed; nothing if it runs from its source."""
+    try:
+        return metadata.requires("everstep") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
 def installed(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -342,7 +350,10 @@ def _bandwidth(what: str, bytes_per_s: float, about: str = "") -> Line:
 
 def system_lines() -> list[Line]:
     lines = [python_line((sys.version_info[0], sys.version_info[1]), platform.python_version())]
-    lines += package_lines(metadata.requires("everstep") or [], installed)
+    if not required():
+        advice = "packages that it needs were not looked for: pip install -e ."
+        lines.append(Line(what="everstep", found="runs from its source", verdict="worth a look", advice=advice))
+    lines += package_lines(required(), installed)
     lines += gpu_lines(installed("torch"))
     lines += [shared_memory_line(), locked_memory_line(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], pinning())]
     return [*lines, port_line()]

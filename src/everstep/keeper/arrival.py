@@ -13,7 +13,6 @@ import torch
 from msgspec.structs import replace
 
 from everstep import topology
-from everstep.capture.layout import Subjects
 from everstep.config import Settings
 from everstep.errors import BadConfig, KeeperLost
 from everstep.events import EventLog
@@ -33,11 +32,8 @@ _ASK = timedelta(seconds=1)
 _CONVENE_S, _AGAIN_S = 30.0, 0.1
 
 
-def check(settings: Settings, place: Topology, subjects: Subjects | None = None) -> None:
+def check(settings: Settings, place: Topology) -> None:
     """Before anything begins: whether the environment is right, and what a thread of one rank cannot do for all."""
-    reason = subjects.what_is_sharded() if subjects is not None else ""
-    if settings.on_loss and reason:
-        raise BadConfig(f"on_loss needs a state that every rank has, and {reason}; leave it out")
     metrics_address(os.environ)
     tiers = settings.tiers
     if settings.keeper == "inline" and place.world > 1 and (tiers.deeper or tiers.protection):

@@ -38,6 +38,7 @@ class Call(Noun, frozen=True, kw_only=True):
     address: str
     policy: Policy
     lost: tuple[int, ...]
+    idle: tuple[str, ...] = ()  # workers of the view before it that stand by from now on
     reason: str
     ended: str  # why the view before it did
 
@@ -82,7 +83,7 @@ class Assembly:
         self._looked_at = now
         self._ended_lives: set[str] = set()  # of keepers
         self._policies: tuple[Policy, ...] = ()
-        self._detect_s, self._wished = 0.0, 0
+        self._detect_s, self._wished, self._unit = 0.0, 0, 1
         self._spares_since: float | None = None  # there are some, and places for them
         self.call: Call | None = None  # by which the present view was called, if that is known
         self._begin(sitting or Sitting(view=-1, seats=(Seat(node=node),), places=()), now)
@@ -153,7 +154,7 @@ class Assembly:
         said = here.enrolled
         if said.rank == SPARE:
             return
-        self._policies, self._detect_s = said.on_loss, said.detect_s
+        self._policies, self._detect_s, self._unit = said.on_loss, said.detect_s, said.unit
         if said.view > self.sitting.view:  # the only node, and it begins; or its keeper does
             self._begin(Sitting(view=said.view, seats=self.sitting.seats, places=(node,) * said.world), now)
         if said.view == self.sitting.view and self._members.get(said.rank, said.worker) == said.worker:
@@ -208,12 +209,18 @@ class Assembly:
 
     def _may_grow(self, now: float) -> bool:
         """For all missing ranks at once; for some of them, if no more spares come."""
-        spares, missing = len(self._spares()), self._wished - self._world
+        spares, missing = self._spare_units, self._wished - self._world
         if "spare" not in self._policies or missing <= 0 or not spares or not self._is_agreed or self._finished:
             self._spares_since = None
             return False
         self._spares_since = self._spares_since or now
         return spares >= missing or now - self._spares_since > self._detect_s
+
+    @property
+    def _spare_units(self) -> int:
+        """How many of those who stand by make whole units."""
+        count = len(self._spares())
+        return count - count % self._unit
 
     # -- views
 
@@ -270,9 +277,9 @@ class Assembly:
         left = self._left() if self._ended_at is not None else None
         if self._ended_at is None or not left:
             return
-        world = self._world if self._lost else min(self._wished, self._world + len(self._spares()))
+        world = self._world if self._lost else min(self._wished, self._world + self._spare_units)
         policies: tuple[Policy, ...] = ("spare",) if world > self._world else self._policies
-        made = decide(world, left, self._spares(), policies, dict(enumerate(self.sitting.places)))
+        made = decide(world, left, self._spares(), policies, dict(enumerate(self.sitting.places)), self._unit)
         # whoever has finished is not there, and not lost; nor is a place that was empty before
         made = replace(made, lost=tuple(sorted(self._lost)))
         if made.policy != "spare" and "spare" in self._policies and now - self._followed_at < self._detect_s / 2:
@@ -299,18 +306,23 @@ class Assembly:
         nodes = next_seats(made.nodes, self._node, before)
         addresses = {node: known.report.address for node, known in self._nodes.items()}
         seats = tuple(Seat(node=node, address=addresses.get(node, "")) for node in nodes)
-        lost_nodes = tuple(node for node in before if node not in made.nodes) if made.workers else ()
+        left = {*made.nodes, *(self._index[worker][1] for worker in made.idle)}
+        lost_nodes = tuple(node for node in before if node not in left) if made.workers else ()
+        # whoever was to stand by and has not heard it yet still is
+        idle = dict.fromkeys((*made.idle, *(self.call.idle if self.call is not None else ())))
         reason = made.reason or ("" if made.lost else self._reason)
         self._emit(
             Called(
                 view=number, policy=made.policy, world=len(made.workers), lost=made.lost, lost_nodes=lost_nodes,
                 waited_s=now - (self._ended_at or now), reason=reason,
+                idle=tuple(rank for rank, worker in sorted(self._members.items()) if worker in made.idle),
             )
         )  # fmt: skip
         sitting = Sitting(view=number, seats=seats or self.sitting.seats, places=made.nodes)
         call = Call(
             sitting=sitting, workers=made.workers, before=self._groups(), wished=self._wished, address=made.address,
             policy=made.policy, lost=made.lost, reason=reason, ended=self._reason,
+            idle=tuple(worker for worker in idle if worker not in made.workers),
         )  # fmt: skip
         self._take(call, now)
 
@@ -342,7 +354,8 @@ class Assembly:
         is_restart = self.call is not None and not self.call.workers
         if said.rank == SPARE and rank is None:
             return Bye(final=True) if self.is_over else None
-        if said.view < number and (is_restart or rank is not None):
+        is_idle = self.call is not None and said.worker in self.call.idle
+        if said.view < number and (is_restart or is_idle or rank is not None):
             assert self.call is not None
             if here.standing is None:
                 return Lost(view=said.view, ranks=self.call.lost, reason=self.call.reason)

@@ -156,6 +156,7 @@ class Enrol(Message, frozen=True, kw_only=True):
     world: int
     on_loss: tuple[Policy, ...]
     detect_s: float  # after which one who does not stop is taken for lost
+    unit: int = 1  # how many ranks, one after the other, have the whole state together
     charter: Charter | None = None  # where the job has several nodes
 
 

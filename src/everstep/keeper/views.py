@@ -9,6 +9,9 @@ stands there and of the policies that were chosen, in their order:
     rollback   the same, and they go back to the newest step that all can have
     restart    nobody goes on here: all end, and whoever started them starts them again
 
+Where several ranks have the state together, these are a unit: without one of them the others of it have no work. They
+stand by, and their places are free for as many as make a unit again.
+
 On several nodes a view may only be followed by what more than half of its nodes agree to, so that of two parts of a cut
 network never both go on.
 
@@ -43,14 +46,18 @@ class Decision(Noun, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
     address: str = ""
     lost: tuple[int, ...]
+    idle: tuple[str, ...] = ()  # workers that are left, and stand by from now on
     reason: str = ""  # why it is not what was wished for first
 
 
 def decide(
     world: int, left: Sequence[Standing], spares: Sequence[Standing], policies: Sequence[Policy],
-    places: Mapping[int, str] | None = None,
+    places: Mapping[int, str] | None = None, unit: int = 1,
 ) -> Decision:  # fmt: skip
-    """`left`: all who are left of a view of `world` ranks. `places`: the nodes that its ranks were on."""
+    """`left`: all who are left of a view of `world` ranks. `places`: the nodes that its ranks were on.
+
+    `unit`: how many ranks, one after the other, have the state together.
+    """
     by_rank = {one.rank: one for one in left}
     lost = tuple(rank for rank in range(world) if rank not in by_rank)
     reasons: list[str] = []
@@ -63,12 +70,22 @@ def decide(
             going |= _seat(lost, spares, places or {})
         if policy == "restart" or not by_rank:
             break
-        ranks = [going[rank] for rank in sorted(going)]
+        ranks = [going[rank] for rank in sorted(going) if _is_whole(rank, going, unit)]
+        if not ranks:
+            reasons.append(f"none of the replicas, of {unit} ranks each, is whole")
+            continue
         return Decision(
             policy=policy, workers=tuple(one.worker for one in ranks), nodes=tuple(one.node for one in ranks),
             address=_meeting_place(ranks, by_rank.values()), lost=lost, reason="; ".join(reasons),
+            idle=tuple(one.worker for one in left if one not in ranks),
         )  # fmt: skip
     return Decision(policy="restart", lost=lost, reason="; ".join(reasons))
+
+
+def _is_whole(rank: int, going: Collection[int], unit: int) -> bool:
+    """Whether all of a rank's unit are there."""
+    first = rank - rank % unit
+    return all(other in going for other in range(first, first + unit))
 
 
 def _seat(lost: Sequence[int], spares: Sequence[Standing], places: Mapping[int, str]) -> dict[int, Standing]:

@@ -26,6 +26,8 @@ from types import FrameType
 from everstep.errors import BadConfig, Restart
 from everstep.signals import heard_by
 
+STANDS_BY = -2  # the rank of one that had a place, and has none for now
+
 _LOOK_S = 0.05  # between two looks at the processes
 _GRACE_S = 60.0  # for processes that are asked to end
 _TELL_S = 1.0  # that a process waits for its crew to listen
@@ -142,15 +144,17 @@ class Crew:
     def _start(self, seat: int, rank: int | None = None) -> _Member:
         self._started += 1
         host, _, port = self._master.rpartition(":")
+        world = str(self._size.nodes * self._size.workers)
+        if self._size.stands_by:
+            world = self._environment.get("WORLD_SIZE", "1")  # it does not know it, unless it is told
         own = {
-            "RANK": "0", "WORLD_SIZE": "1", "EVERSTEP_SPARE": "1", "MASTER_ADDR": host, "MASTER_PORT": port,
+            "RANK": "0", "WORLD_SIZE": world, "EVERSTEP_SPARE": "1", "MASTER_ADDR": host, "MASTER_PORT": port,
             "LOCAL_RANK": str(seat), "LOCAL_WORLD_SIZE": str(self._size.workers),
             "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1"),  # as under torchrun
             _VARIABLE: f"{self._name}:{self._started}",
         }  # fmt: skip
         if rank is not None:
-            world = self._size.nodes * self._size.workers
-            own |= {"RANK": str(rank), "WORLD_SIZE": str(world), "EVERSTEP_SPARE": ""}
+            own |= {"RANK": str(rank), "EVERSTEP_SPARE": ""}
         us = os.getpid()
         try:
             process = subprocess.Popen(
@@ -216,11 +220,13 @@ class Crew:
                 number, rank = map(int, self._ear.recv(64).split())
             except BlockingIOError:
                 return
-            if rank < 0:  # the others of the job went on without those of this node, who must not be ranks of it again
+            if rank < 0 and rank != STANDS_BY:
+                # the others of the job went on without those of this node, who must not be ranks of it again
                 self._stands_by = not self._is_alone
                 continue
             for one in self._members:
-                one.rank = rank if one.number == number else one.rank
+                if one.number == number:
+                    one.rank = None if rank == STANDS_BY else rank
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._unheard.append(number)
@@ -253,7 +259,7 @@ def _free_port() -> Iterator[int]:
 def tell_crew(rank: int) -> None:
     """Say which rank this process has from now on, to the crew that it belongs to, if there is one.
 
-    None of them (-1): the others went on without it, and whoever comes after it may only stand by.
+    None of them (-1): the others went on without it, and whoever comes after it may only stand by. STANDS_BY: it does.
     """
     name, _, number = os.environ.get(_VARIABLE, "").partition(":")
     if not name:

@@ -334,6 +334,8 @@ def _obstacle(ddp: nn.parallel.DistributedDataParallel) -> str:
         return "needs find_unused_parameters=False: which are unused, DDP tells in a way that cannot be finished"
     if any(ddp._build_params_for_reducer()[1]):
         return "does not know sparse gradients"
-    if "gloo" not in str(dist.get_backend()) or any(p.device.type != "cpu" for p in ddp.parameters()):
+    how = topology.formed()  # a spare's group is not of that backend yet
+    backend = (how.backend if how is not None else None) or dist.get_backend()
+    if "gloo" not in str(backend) or any(p.device.type != "cpu" for p in ddp.parameters()):
         return "needs gradients in host memory and gloo: of other groups nobody hears in which reduction they broke"
     return ""

@@ -25,15 +25,15 @@ _GONE_S = 10.0  # without a keeper, after which a spare takes the run for over
 class Line:
     def __init__(
         self, run: str, directory: Path, on_loss: tuple[Policy, ...], detect_s: float, lost: Callable[[Lost], None],
-        charter: Charter | None = None,
+        charter: Charter | None = None, unit: int = 1,
     ) -> None:  # fmt: skip
         """`lost`: what is done when somebody is; it is called in a thread of the line.
 
-        `charter`: of the job's council, where it has several nodes.
+        `charter`: of the job's council, where it has several nodes. `unit`: how many ranks have the state together.
         """
         self.charter = charter
         self._run, self._directory, self._on_loss, self._detect_s = run, directory, on_loss, detect_s
-        self._lost = lost
+        self._lost, self._unit = lost, unit
         self._worker = uuid.uuid4().hex
         self._enrolled: Enrol | None = None
         self._standing: Stand | None = None
@@ -46,7 +46,7 @@ class Line:
         self._enrolled = Enrol(
             worker=self._worker,
             job=job, pid=os.getpid(), view=view, rank=rank, world=world, on_loss=self._on_loss,
-            detect_s=self._detect_s, charter=self.charter,
+            detect_s=self._detect_s, unit=self._unit, charter=self.charter,
         )  # fmt: skip
         if self._channel is None:
             self._introduce()

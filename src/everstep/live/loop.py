@@ -7,14 +7,16 @@ expensive to make. Where those who are left have finished the step by themselves
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from everstep.errors import BadConfig
+from everstep.errors import BadConfig, Restart
 from everstep.live.forward import Forward, Then
 from everstep.live.presence import Presence
 
@@ -92,7 +94,29 @@ class LiveStep(_Bearing):
         return is_borne
 
 
+@contextmanager
+def _told_to_start_again() -> Iterator[None]:
+    """A program that does not catch Restart ends with the code by which its launcher knows that."""
+    try:
+        yield
+    except Restart:
+        before = sys.excepthook
+
+        def after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            before(kind, error, trace)
+            if isinstance(error, Restart):
+                raise SystemExit(error.exit_code)
+
+        sys.excepthook = after  # only now: torch puts another one over it with every group
+        raise
+
+
 def live_steps(run: Living, presence: Presence, forward: Forward | None) -> Iterator[LiveStep]:
+    with _told_to_start_again():
+        yield from _steps(run, presence, forward)
+
+
+def _steps(run: Living, presence: Presence, forward: Forward | None) -> Iterator[LiveStep]:
     is_by_loss = presence.is_by_loss if forward is None else forward.is_by_loss
     batches = iter(run)
     while True:
@@ -116,6 +140,7 @@ def live_steps(run: Living, presence: Presence, forward: Forward | None) -> Iter
             batches = iter(run)
 
 
+@_told_to_start_again()
 def stand_by(run: Living, presence: Presence | None, forward: Forward | None) -> None:
     """As a spare: wait for a place, and take it."""
     if presence is None:

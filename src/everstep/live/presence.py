@@ -16,15 +16,18 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from everstep import topology
+from everstep.capture.layout import Subjects
 from everstep.config import Settings
 from everstep.errors import BadConfig, Restart
 from everstep.events import WentOn
 from everstep.keeper.arrival import convene, find_run
 from everstep.keeper.protocol import Charter, Lost, View
 from everstep.keeper.views import SPARE
-from everstep.live.crew import tell_crew
+from everstep.launch import is_spare
+from everstep.live.crew import STANDS_BY, tell_crew
 from everstep.live.line import Line
 from everstep.live.meeting import Meeting, Visit
+from everstep.live.replicas import move, ranks_of_replica
 from everstep.live.watch import Watch
 from everstep.topology import Formed, Topology
 
@@ -38,11 +41,14 @@ _OF_TORCH = ("gloo", "nccl", "connection", "socket", "broken pipe", "store", "pr
 
 
 class Presence:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, subjects: Subjects) -> None:
         how = topology.formed()
         if how is None:
             raise BadConfig("on_loss needs a process group that can be interrupted: everstep.init_process_group()")
         self._settings, self._how = settings, how
+        self._unit = ranks_of_replica(subjects)
+        if not is_spare(os.environ):
+            move(subjects)  # the connections of groups that the program has made are not known
         self._line: Line | None = None
         self._host = "127.0.0.1"  # where others find this process
         self._changed = threading.Condition()
@@ -50,7 +56,7 @@ class Presence:
         self._visit: Visit | None = None  # and this process there
         self._called: View | None = None
         self._rank = SPARE
-        self._stands_by = True  # it has had no place yet
+        self._stands_by = True  # it has no place
         self.view = 0
         self.lost: Lost | None = None  # how the present view ended, once it has
         self.watch = Watch(settings.detect_s, self._alarm)
@@ -80,7 +86,7 @@ class Presence:
 
     def _open(self, run: str, charter: Charter | None) -> Line:
         settings = self._settings
-        return Line(run, settings.directory, settings.on_loss, settings.detect_s, self._hear, charter)
+        return Line(run, settings.directory, settings.on_loss, settings.detect_s, self._hear, charter, self._unit)
 
     def next_view(self) -> View:
         """The present view has ended, or there was none: come to a stop, and wait for those who go on."""
@@ -89,9 +95,10 @@ class Presence:
             raise Restart("this process was taken for lost, and the others went on without it")
         self.watch.recover()
         called = self._stand(self._line) if self._line is not None else None
-        while self._stands_by and called is not None and not called.world:
-            self.close(final=False)  # its job is gone, and may come again
-            self.enrol_as_spare()
+        while self._stands_by and called is not None:
+            if not called.world:
+                self.close(final=False)  # its job is gone, and may come again
+                self.enrol_as_spare()
             called = self._stand(self._line) if self._line is not None else None
         if called is None and self._stands_by:
             raise SystemExit(0)  # a spare: the run is over, and no place was free
@@ -117,7 +124,10 @@ class Presence:
         if not self._times[0]:  # it stood by, and has lost nobody
             self._times[:2] = [time.monotonic()] * 2
         if called is not None and (called.world or not self._stands_by):
-            self._stands_by = False
+            self._stands_by = called.rank == SPARE and called.world > 0  # its replica is not whole any more
+            if self._stands_by:
+                tell_crew(STANDS_BY)
+                self._times = [0.0, 0.0, 0.0]
             if called.charter is not None:
                 self._host = called.charter.host
             with self._changed:

@@ -6,7 +6,7 @@ unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from everstep.capture.layout import Subjects
 from everstep.capture.position import Feed, divide
 from everstep.capture.reductions import has_hook, make_reducer
 from everstep.errors import Restart
+from everstep.live.replicas import move, weigh_parts
 
 # who makes hooks that the next life makes anew
 _TAP = "everstep.capture.tap"
@@ -25,10 +26,11 @@ _WEIGHS = (_TAP, "everstep.live.forward")  # who asks for a rank's share of the 
 _OURS = (_TAP, "everstep.capture.compressor", "everstep.live.regroup")
 
 
-def regroup(models: Iterable[nn.Module], loader: Any, *, keeps_gradients: bool) -> None:
+def regroup(subjects: Subjects, loader: Any, *, keeps_gradients: bool) -> None:
     """To the present group. `keeps_gradients`: they are whole, and the next step may go on with them."""
     group = dist.group.WORLD
-    for module in (module for model in models for module in model.modules()):
+    move(subjects)
+    for module in (module for model in subjects.models for module in model.modules()):
         if isinstance(module, nn.parallel.DistributedDataParallel):
             _regroup(module, group, keeps_gradients)
         elif isinstance(module, nn.SyncBatchNorm):
@@ -51,6 +53,7 @@ def _regroup(ddp: Any, group: Any, keeps_gradients: bool) -> None:
 def weigh(subjects: Subjects, feed: Feed | None) -> None:
     """Let gradients be averaged by how much of the global batch each rank has, where ranks have unequal parts."""
     subjects.share = None
+    weigh_parts(subjects, None if feed is None or feed.is_even else feed.share)
     for module in (module for model in subjects.models for module in model.modules()):
         if not isinstance(module, nn.parallel.DistributedDataParallel) or feed is None:
             continue

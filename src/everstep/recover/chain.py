@@ -154,25 +154,44 @@ class _Map:
         return box
 
 
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """Where a parameter's gradient lies in a buffer that a compressor packed."""
+@dataclass(slots=True)
+class _Buffer:
+    """Gradients that a compressor packed as one. On a device all of them are unpacked at once, when the first is."""
 
     fields: dict[str, list[tuple[int, Piece]]]  # name -> parts, by rank
     kind: type[Compressor]
-    like: Tensor  # a buffer to unpack into
-    offset: int
-    shape: tuple[int, ...]
+    like: Tensor  # to unpack into
+    unpacked: dict[int, RecordImage] | None = None  # what lies there
 
-    def rows(self, images: dict[int, RecordImage], first: int, rows: int) -> Tensor:
-        packed = {
+    def elements(self, images: dict[int, RecordImage], first: int, count: int) -> Tensor:
+        if not self.like.is_cuda:
+            return self.kind.unpack_rows(self._packed(images), first, count, self.like)
+        if self.unpacked is not images:
+            packed = self._packed(images)
+            self.kind.unpack({name: part.to(self.like.device) for name, part in packed.items()}, self.like)
+            self.unpacked = images
+        return self.like[first : first + count]
+
+    def _packed(self, images: dict[int, RecordImage]) -> dict[str, Tensor]:
+        return {
             name: torch.cat([images[one].tensor(piece) for one, piece in parts])
             if len(parts) > 1
             else images[parts[0][0]].tensor(parts[0][1])
             for name, parts in self.fields.items()
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Where a parameter's gradient lies in such a buffer."""
+
+    buffer: _Buffer
+    offset: int
+    shape: tuple[int, ...]
+
+    def rows(self, images: dict[int, RecordImage], first: int, rows: int) -> Tensor:
         row = math.prod(self.shape[1:])
-        found = self.kind.unpack_rows(packed, self.offset + first * row, rows * row, self.like)
+        found = self.buffer.elements(images, self.offset + first * row, rows * row)
         return found.view(rows, *self.shape[1:]) if self.shape else found.view(())
 
 
@@ -191,12 +210,14 @@ def _packed(images: dict[int, RecordImage]) -> dict[str, _Packed]:
             for piece in image.layout.pieces:
                 if piece.name.startswith(prefix):
                     fields.setdefault(piece.name.removeprefix(prefix), []).append((one, piece))
-        on_device = buffer.device == "cuda" and torch.cuda.is_available() and kind is compress.PowerSGD
+        # A tool that only reads does without a device; but what PowerSGD multiplied there has the bits of a device.
+        on_device = torch.cuda.is_initialized() or (kind is compress.PowerSGD and torch.cuda.is_available())
+        device = "cuda" if buffer.device == "cuda" and on_device else "cpu"
         size = sum(math.prod(shape) for _, shape in buffer.members)
-        like = torch.empty(size, dtype=TORCH_DTYPES[buffer.dtype], device="cuda" if on_device else "cpu")
+        whole = _Buffer(fields, kind, torch.empty(size, dtype=TORCH_DTYPES[buffer.dtype], device=device))
         offset = 0
         for name, shape in buffer.members:
-            found[name] = _Packed(fields, kind, like, offset, shape)
+            found[name] = _Packed(whole, offset, shape)
             offset += math.prod(shape)
     return found
 
