@@ -3,13 +3,14 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events timeline cadence checked tiers config image launch wires topology signals halt
+types errors events timeline cadence checked tiers config image launch wires topology signals halt notebook
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
 capture/        which part of a tensor is whose         sharded watch layout buckets
-capture/        off the device, without stopping it     host arena life copier hooks shape snapshot extras position
+capture/        off the device, without stopping it     host arena life copier hooks shape snapshot extras
+capture/        where the data stands                   stream position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update stepped purity sheet form tap gradients
 capture/        what it costs, and which way to go on   moments steering
@@ -44,11 +45,12 @@ lab/            and what losses do to a model           mishaps trial lessons wo
 lab/            the same on real processes              injections processes watching injector verdict
 lab/            what is done to them                    damage connections
 lab/            both ways, side by side                 agreement
+integrations/   checkpoints that a program hands over   slots
 integrations/   programs written for SCR                scr scr_settings scr_meeting scr_job scr_life
 integrations/   their files, there and back             scr_files scr_restart scr_index scr_outbox scr_pace
 integrations/   checkpoints of other tools              given inert dcp_files foreign parts adopt
 integrations/   the loops of training frameworks        versions lightning lightning_loops transformers accelerate
-integrations/   torch.distributed.checkpoint            dcp dcp_table
+integrations/   torch.distributed.checkpoint            dcp dcp_life dcp_search dcp_table
 report/         a run for people who look at it         story rows trace whole series now
 report/         drawn, on one page                      markup figures page
 report/         and what a simulation has written       outcomes simulated

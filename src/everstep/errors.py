@@ -25,11 +25,26 @@ Each error carries the fields a program needs and a sentence a person can act on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class EverstepError(Exception):
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Callable[..., EverstepError], tuple[Any, ...]]:
+        """Errors travel between processes, as DCP's ranks and pools have it, and come out as they went in."""
+        return _again, (type(self), super().__reduce__()[1], dict(self.__dict__))
+
+
+def _again(kind: type[EverstepError], words: tuple[Any, ...], fields: dict[str, Any]) -> EverstepError:
+    built_in: Any = kind
+    while built_in.__module__ != "builtins":  # the one that lays it out in memory must make it
+        built_in = built_in.__base__
+    error: EverstepError = built_in.__new__(kind, *words)
+    built_in.__init__(error, *words)
+    error.__dict__.update(fields)
+    return error
 
 
 class BadConfig(EverstepError, ValueError):
@@ -132,12 +147,13 @@ class Unstorable(EverstepError, TypeError):
 class RunHeld(EverstepError, RuntimeError):
     exit_code = 6
 
-    def __init__(self, directory: str, pid: int, host: str) -> None:
+    def __init__(self, directory: str, pid: int, host: str, *, is_own: bool = False) -> None:
+        """`is_own`: by this very process."""
         self.directory, self.pid, self.host = directory, pid, host
-        super().__init__(
-            f"{directory} is in use by process {pid} on {host}. "
-            "Wait for it to end, stop it, or give this run a directory of its own."
-        )
+        advice = "Wait for it to end, stop it, or give this run a directory of its own."
+        if is_own:
+            advice = "That is this one: close() the run that it has there before it makes another."
+        super().__init__(f"{directory} is in use by process {pid} on {host}. {advice}")
 
 
 class NotEnoughMemory(EverstepError, MemoryError):

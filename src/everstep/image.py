@@ -233,3 +233,10 @@ def extras_of(layout: ImageLayout, image: memoryview) -> bytes:
         raise Damaged(f"extras claim {length} of {layout.extras_bytes - 8} bytes")
     begin = layout.extras_offset + 8
     return bytes(image[begin : begin + length])
+
+
+def put_extras(layout: ImageLayout, image: memoryview, told: bytes) -> None:
+    """Where `extras_of` finds it; there must be room."""
+    struct.pack_into("<Q", image, layout.extras_offset, len(told))
+    begin = layout.extras_offset + 8
+    image[begin : begin + len(told)] = told

@@ -10,7 +10,6 @@ import atexit
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from everstep import topology
+from everstep import notebook, topology
 from everstep.cadence import seconds
 from everstep.capture import extras as trees
 from everstep.capture.compressor import Compressor
@@ -33,8 +32,6 @@ from everstep.events import Degraded, EventLog, Finished, Halted, Started, Stopp
 from everstep.keeper.arrival import arrive, check, check_level
 from everstep.keeper.client import KeeperClient
 from everstep.keeper.keeping import Keeping
-from everstep.keeper.protocol import runtime_folder
-from everstep.keeper.scavenge import sign
 from everstep.launch import is_spare
 from everstep.live.forward import Forward
 from everstep.live.loop import Carried, LiveStep, live_steps, stand_by
@@ -111,12 +108,14 @@ class Run:
         self.resumed_from: int | None = None
         self._resumed_base: int | None = None
         self._left_at = 0  # the step at which a life was ended by a loss
-        self._state, self._loader = state, loader
+        self._state, self._loader, self._step_s = state, loader, 0.0
         self._finished = self._had_finished = False  # now, or in an earlier life
-        self._closed, self._step_s = False, 0.0
+        self._closed = self.is_iterated = False
         self._random: dict[str, Any] | None = None
         self._places = Places.chosen(chosen.directory, chosen.tiers)
         claim.make(self._places)
+        if notebook.begin(self, chosen.directory):
+            state.forget_gradients()
         self._life = ExitStack()
         self._presence = Presence(chosen, state.subjects) if chosen.on_loss else None
         self._forward = Forward.chosen(chosen, state.subjects, self._presence, state.reductions.are_settled)
@@ -145,16 +144,13 @@ class Run:
         timeline = self._timeline = Timeline(timeline_of_rank(chosen.directory, place.rank))
         self._life.callback(timeline.close)
         source = self._restore() if carried is None else self._carry(carried)
-        generation = self._generation = topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
         self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
         self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit, timeline.mark)
         self._life.callback(self._keeper.close, final=False)
-        arrive(
-            self._keeper, chosen, place, self._claim, generation=generation, resumed_from=self.resumed_from,
+        generation = self._generation = arrive(
+            self._keeper, chosen, place, self._claim, self._emit, resumed_from=self.resumed_from,
             replica=self._followed,
         )  # fmt: skip
-        for folder in {runtime_folder(self._run), runtime_folder(self._run, chosen.tiers.memory.path)}:
-            sign(folder, chosen.directory, self._emit)
         left, rings = self._sources().left_to(place, is_followed=bool(self._followed))
         self._moments = Moments(timeline.mark, step=self.step, optimizers=len(state.subjects.optimizers))
         life = Life(
@@ -223,6 +219,7 @@ class Run:
         if feed is None:
             raise BadConfig("this run was made without a loader; call run.done() after each step instead of iterating")
         self.set_random()
+        self.is_iterated = True
         while not self._is_over(feed):
             try:
                 batch = feed.next_batch()
@@ -413,11 +410,14 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        elif not self._closed:
+        self.close() if kind is None else self.give_up()
+
+    def give_up(self) -> bool:
+        """The loop broke in the middle of a step: what is sealed stands. Whether there was anything to give up."""
+        if was_open := not self._closed:
             atexit.unregister(self._at_exit)
-            self._release(final=False)  # the loop broke in the middle of a step: what is sealed stands
+            self._release(final=False)
+        return was_open
 
     def _at_exit(self) -> None:
         """The interpreter ends and nobody closed the run: the keeper takes care of what is sealed."""

@@ -34,13 +34,14 @@ class Signals:
         self._over = False
         self._forking = threading.local()  # what each thread that forks lets through otherwise
         self._old: dict[int, Any] = {}
+        self._woken = -1  # where signals were told before
         if threading.current_thread() is threading.main_thread():
             self._catch()
 
     def _catch(self) -> None:
         hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(hear, True)
-        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        self._woken = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(hear,), name="everstep-signals", daemon=True).start()
         self._old = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         ours, old = weakref.ref(self), self._old
@@ -128,7 +129,10 @@ class Signals:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         if self._old:
-            signal.set_wakeup_fd(-1)
+            try:
+                signal.set_wakeup_fd(self._woken)
+            except (ValueError, OSError):  # whoever wanted to be woken is gone
+                signal.set_wakeup_fd(-1)
 
 
 def _hold_back(signals: Signals | None) -> None:

@@ -67,26 +67,34 @@ class Topology:
         return len(set(self.nodes)) > 1
 
 
-def here(*, mpi: bool = False) -> Topology:
+def alone() -> Topology:
+    """A world of one, whoever else is there."""
+    node, domain = node_name(), domain_name()
+    return Topology(rank=0, world=1, node=node, nodes=(node,), domains=(domain,))
+
+
+def here(*, mpi: bool = False, group: Any = None) -> Topology:
     """This process's place, from torch.distributed if it is running, else a world of one. All ranks must ask.
 
     `mpi`: before that, from mpi4py, if it is installed and this process was started by MPI's launcher.
+    `group`: the ranks that count, by default all.
     """
     import torch.distributed as dist
 
     node, domain = node_name(), domain_name()
     if dist.is_available() and dist.is_initialized():
-        alone = Topology(rank=dist.get_rank(), world=dist.get_world_size(), node=node, messages=_TorchMessages())
-    elif mpi and (world := _mpi_world()) is not None:
-        alone = Topology(rank=world.Get_rank(), world=world.Get_size(), node=node, messages=_MpiMessages(world))
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        mine = Topology(rank=rank, world=world, node=node, messages=_TorchMessages(group))
+    elif mpi and (comm := _mpi_world()) is not None:
+        mine = Topology(rank=comm.Get_rank(), world=comm.Get_size(), node=node, messages=_MpiMessages(comm))
     else:
-        return Topology(rank=0, world=1, node=node, nodes=(node,), domains=(domain,))
-    mine = "\0".join((node, domain, os.environ.get("EVERSTEP_DOMAIN", "")))
-    told = [answer.decode().split("\0") for answer in exchange(mine.encode(), alone)]
+        return alone()
+    word = "\0".join((node, domain, os.environ.get("EVERSTEP_DOMAIN", "")))
+    told = [answer.decode().split("\0") for answer in exchange(word.encode(), mine)]
     nodes, domains, named = (tuple(column) for column in zip(*told, strict=True))
     if len(set(domains)) == 1 and not any(named):
         domains = nodes  # a switch that all of them hang on says nothing: only what is named forbids all protection
-    return replace(alone, nodes=nodes, domains=domains)
+    return replace(mine, nodes=nodes, domains=domains)
 
 
 def _mpi_world() -> MPI.Intracomm | None:

@@ -299,12 +299,26 @@ def test_a_second_run_in_the_same_process_is_refused_too() -> None:
         except RunHeld as error:
             first.close()
             everstep.guard(model, optimizer, loader, dir=directory, keeper="inline").close()
-            return {"pid": error.pid, "me": os.getpid()}
+            return {"pid": error.pid, "me": os.getpid(), "said": str(error)}
         return {}
 
     with run_directory() as directory:
         result = must_finish(life)
-        assert result["pid"] == result["me"]
+        assert result["pid"] == result["me"] and "close() the run that it has there" in result["said"]
+
+
+def test_whoever_was_woken_by_signals_before_a_run_is_again_after_it() -> None:
+    """An event loop, as that of a notebook's kernel."""
+
+    def life() -> dict[str, Any]:
+        _, woken = os.pipe2(os.O_NONBLOCK)
+        signal.set_wakeup_fd(woken)
+        model, optimizer, loader = tiny()
+        everstep.guard(model, optimizer, loader, dir=directory, keeper="inline").close()
+        return {"is_woken": signal.set_wakeup_fd(-1) == woken}
+
+    with run_directory() as directory:
+        assert must_finish(life)["is_woken"]
 
 
 def test_the_workers_of_a_loader_do_not_hold_the_run_of_a_killed_trainer() -> None:

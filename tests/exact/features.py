@@ -893,6 +893,30 @@ def any_number_of_ranks_with_a_stateful_loader(trial: Trial) -> None:
     train(trial, model, optimizer, data, epochs=2, after=lambda _: trial.note_state())
 
 
+def _numbers() -> Iterator[dict[str, Any]]:
+    numbers = Numbers(50)
+    for index in range(len(numbers)):
+        yield {"x": numbers.x[index].tolist(), "y": numbers.y[index].tolist(), "index": index}
+
+
+def _columns(rows: list[dict[str, Any]]) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor([row[name] for row in rows]) for name in ("x", "y", "index"))
+
+
+@feature(on_one_rank=False)
+def any_number_of_ranks_over_a_stream(trial: Trial) -> None:
+    """Of Hugging Face, divided by node."""
+    import datasets  # by whoever needs it: it takes a second
+    from datasets.distributed import split_dataset_by_node
+
+    stream = datasets.IterableDataset.from_generator(_numbers).shuffle(seed=3, buffer_size=10)
+    model = trial.parallel(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    part = split_dataset_by_node(stream, rank=trial.rank, world_size=trial.world)
+    data: DataLoader[Any] = DataLoader(part, batch_size=2, collate_fn=_columns)
+    train(trial, model, optimizer, data, epochs=2, after=lambda _: trial.note_state())
+
+
 @feature(on_one_rank=False)
 def a_rank_that_is_slow_to_seal_when_the_state_outgrows_its_place(trial: Trial) -> None:
     model = trial.parallel(network())

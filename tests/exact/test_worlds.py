@@ -52,6 +52,22 @@ def seen(stage: Stage, worlds: list[int]) -> dict[int, Counter[int]]:
 def test_state_and_data_go_on_with_another_number_of_ranks(
     worlds: list[int], name: str, strategy: str, stage: Make
 ) -> None:
+    check(worlds, name, strategy, stage)
+
+
+@pytest.mark.parametrize(
+    ("worlds", "strategy"),
+    [
+        ([2, 1], "snapshot"),
+        *(pytest.param(few, "log", marks=pytest.mark.soak) for few in ([2, 3, 2], [1, 2], [2, 4, 2])),
+    ],
+    ids=str,
+)
+def test_so_do_streams(worlds: list[int], strategy: str, stage: Make) -> None:
+    check(worlds, "any_number_of_ranks_over_a_stream", strategy, stage)
+
+
+def check(worlds: list[int], name: str, strategy: str, stage: Make) -> None:
     again = stage(name, strategy=strategy)
     done = 0
     for number, world in enumerate(worlds, 1):

@@ -33,8 +33,8 @@ def part_on(tier: DiskTier) -> tuple[Part, torch.Tensor]:
 
 
 def needs_of(start: int, rows: int, columns: int) -> Needs:
-    """Of the first of three ranks, so that nothing is its own."""
-    needs = Needs(None, 0, 3)
+    """Of the first of two ranks; the part is that of the other."""
+    needs = Needs(None, 0, 2)
     needs._places["model.w"] = Place((64, columns), (start, 0), (rows, columns))
     return needs
 

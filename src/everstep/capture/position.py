@@ -8,7 +8,8 @@ state with which the pass began, and the loader's own state where it keeps one. 
 - `sampled`: a plain DataLoader over a map-style dataset: its sampler is run again and its first batches are dropped
   before any sample is read. With a DistributedSampler the cut is made in the global order, so that another number of
   ranks continues where this one stopped.
-- `opaque`: any other iterable: the first batches are read and thrown away.
+- `opaque`: any other iterable: the first batches are read and thrown away. With another number of ranks a stream of
+  Hugging Face goes on as `stream` says, and others do not.
 
 Seats: what a rank reads is the data of a seat, and at first there is one for each rank. Where ranks are lost and the
 global batch is to stay, seats stay too: whoever is left has several, and its batch is theirs, one after the other.
@@ -19,11 +20,13 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import msgspec
+
 from everstep.capture.extras import random_state, set_random_state
+from everstep.capture.stream import Course, course_of, is_stream, joined, rest
 from everstep.config import Batch
 from everstep.errors import Mismatch
 from everstep.topology import Topology
@@ -49,11 +52,10 @@ def _forgetful(dataset: Any) -> bool:
     """
     from torch.utils.data import IterableDataset
 
-    streams = getattr(sys.modules.get("datasets"), "IterableDataset", None)
-    if streams is not None and isinstance(dataset, streams):
+    if is_stream(dataset):
         return True
-    is_stream = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
-    return is_stream and inspect.isgeneratorfunction(type(dataset).__iter__)
+    has_no_state = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
+    return has_no_state and inspect.isgeneratorfunction(type(dataset).__iter__)
 
 
 class _From:
@@ -132,6 +134,7 @@ class Feed:
         self._samples = 0  # taken in this pass by all ranks
         self._iterator: Iterator[Any] | None = None
         self._began: dict[str, Any] | None = None
+        self._course: Course | None = None  # of a stream: how this pass was divided when it, or this life, began
         sampler = getattr(loader, "sampler", None) if isinstance(loader, DataLoader) else None
         self._distributed = sampler if isinstance(sampler, DistributedSampler) else None
         self._batch_samples = 1
@@ -153,7 +156,18 @@ class Feed:
             "began": self._began,
             "loader": self.loader.state_dict() if keeps_place else None,
             "generators": self._generator_states() if keeps_place else None,
+            "stream": self._stream_position(),
         }
+
+    def _stream_position(self) -> dict[str, Any] | None:
+        course = self._course
+        if course is None:
+            return None
+        if course.taken is None:
+            course = msgspec.structs.replace(course, batches=self._batches)
+        else:
+            course = msgspec.structs.replace(course, taken=course.taken + self._batches * self.world)
+        return cast(dict[str, Any], msgspec.to_builtins(course))
 
     @property
     def share(self) -> float:
@@ -173,15 +187,21 @@ class Feed:
     def _mine(self) -> list[int]:
         return list(range(self.rank, self._seats, self.world))
 
-    def restore(self, position: dict[str, Any]) -> None:
-        """Stand where `position` says; the next batch is the one after it."""
+    def restore(self, position: dict[str, Any], of_all: Sequence[dict[str, Any]] = ()) -> None:
+        """Stand where `position` says; the next batch is the one after it. `of_all`: where each old rank stood."""
         self.epoch = position["epoch"]
+        if position["world"] != self.world and len({(one["epoch"], one["batches"]) for one in of_all}) > 1:
+            stood = ", ".join(
+                f"rank {rank} after batch {p['batches']} of pass {p['epoch']}" for rank, p in enumerate(of_all)
+            )
+            raise Mismatch(f"{self._elsewhere(position)}, who stood at different places: {stood}")
         if self._keeps_seats and self._distributed is not None:
             self._seats = max(self.world, position["world"])
         if position["began"] is None:
             return
         self._batches, self._began = position["batches"], position["began"]
         self._samples = position["samples"] or 0
+        self._course = course_of(self.loader, self.rank, self.world)
         before = random_state()
         self._set_epoch()
         self._set_began(position["began"])
@@ -197,15 +217,33 @@ class Feed:
         if self._distributed is not None and position["samples"] is not None:
             self.kind = "sampled"  # for the rest of this pass its own count would start in the middle
             return self._over_seats(self._samples)
+        before = msgspec.convert(position["stream"], Course) if position.get("stream") is not None else None
+        if before is not None and self._course is not None and (not same_world or before.taken is not None):
+            if before.ranks is None and self._course.ranks is None:
+                return self._read_again()  # every rank reads all of it, as every rank did
+            if self._keeps_seats:
+                raise Mismatch(
+                    f"{self._elsewhere(position)}: a stream's global batch does not stay; use batch='shrink'"
+                )
+            now, self._batches = self._course, 0
+            self._course = msgspec.structs.replace(before, taken=before.taken or 0)
+            return rest(self.loader, now, before, self.rank, self.world)
         if not same_world:
             raise Mismatch(
-                f"the data position was saved by {position['world']} ranks and this job has {self.world}; only a "
-                "DataLoader with a DistributedSampler can be divided anew"
+                f"{self._elsewhere(position)}. Only a DataLoader with a DistributedSampler, or over a stream of "
+                "Hugging Face that split_dataset_by_node has divided among the ranks, can be divided anew; what the "
+                "state of another means to other ranks nobody can know. Go on with as many ranks as before."
             )
         if self.kind == "sampled":
             began = position["began"]
             begin = (lambda: self._set_began(began)) if began["standing"] else None
             return self._iterate_over(_From(self._index_sampler(), self._batches, begin))
+        return self._read_again()
+
+    def _elsewhere(self, position: dict[str, Any]) -> str:
+        return f"the data position was saved by {position['world']} ranks and this job has {self.world}"
+
+    def _read_again(self) -> Iterator[Any]:
         iterator = iter(self.loader)
         for _ in range(self._batches):
             next(iterator, None)
@@ -222,6 +260,7 @@ class Feed:
         if self._iterator is None:
             self._set_epoch()
             self._began = self._beginning()
+            self._course = course_of(self.loader, self.rank, self.world)
             self._iterator = iter(self.loader) if self._seats == self.world else self._over_seats(0)
         return self._iterator
 
@@ -234,7 +273,7 @@ class Feed:
 
     def end_pass(self) -> None:
         self.epoch += 1
-        self._iterator, self._began, self.kind = None, None, _kind(self.loader)
+        self._iterator, self._began, self.kind, self._course = None, None, _kind(self.loader), None
         self._batches = self._samples = 0
 
     # -- how a pass begins
@@ -276,7 +315,7 @@ class Feed:
             sampler = copy.copy(self._distributed)
             divide(sampler, self._seats, seat)
             iterators.append(self._iterate_over(_Rest(sampler, taken), alone=len(self._mine) == 1))
-        return iterators[0] if len(iterators) == 1 else map(_joined, zip(*iterators, strict=True))
+        return iterators[0] if len(iterators) == 1 else map(joined, zip(*iterators, strict=True))
 
     def _index_sampler(self) -> Any:
         return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
@@ -324,21 +363,3 @@ def divide(sampler: Any, ranks: int, rank: int) -> None:
     )
     for name in ("num_replicas", "rank", "num_samples", "total_size"):
         setattr(sampler, name, getattr(fresh, name))
-
-
-def _joined(batches: Sequence[Any]) -> Any:
-    """Batches of several seats as one: tensors along their first dimension, whatever they lie in."""
-    import torch
-
-    first = batches[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(tuple(batches))
-    if isinstance(first, dict):
-        return {key: _joined([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*map(_joined, zip(*batches, strict=True)))
-    if isinstance(first, list | tuple) and first and isinstance(first[0], torch.Tensor | dict | list | tuple):
-        return type(first)(map(_joined, zip(*batches, strict=True)))
-    if isinstance(first, list | tuple):
-        return type(first)(item for batch in batches for item in batch)
-    raise Mismatch(f"batches with a {type(first).__name__} in them cannot be joined; use batch='shrink'")

@@ -1,20 +1,24 @@
-"""The checkpoints of torch.distributed in a run's directory: its save, async_save and load, by way of our disk tier.
+"""The checkpoints of torch.distributed in a run's directory: its save, async_save and load, by way of our tiers.
 
-A checkpoint is a base like any other: a part a rank, every byte under a checksum, and a commit that is written last, so
-that a save that breaks off anywhere leaves nothing that loads. `everstep ls`, `verify`, `export` and `everstep.open()`
-read it. Nothing on the disk is pickle. All ranks must see the directory; how they talk is DCP's own affair.
+A checkpoint is a base like any other: a part a rank, in memory that outlives the process, brought to a disk, to
+partners and to deeper tiers by the keeper, every byte under a checksum. A save that breaks off anywhere leaves nothing
+that loads. `everstep ls`, `verify`, `export` and `everstep.open()` read it. Nothing that is kept is pickle. Ranks talk
+through DCP, but for when a Writer is made and when a load begins.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import uuid
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
@@ -30,27 +34,19 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from everstep.config import Keep
-from everstep.errors import BadConfig, EverstepError, Misuse, NothingToRestore, RunHeld, Unstorable
-from everstep.image import Wanted, header_bytes
-from everstep.integrations.dcp_table import NOTE, VALUES, Place, described, difference, note_of
-from everstep.integrations.parts import NewPart, blank_tree, info_of, wanted
-from everstep.keeper import flush
+from everstep import image, topology
+from everstep.capture import extras
+from everstep.config import Keep, settings
+from everstep.errors import BadConfig, EverstepError, Misuse, Unstorable
+from everstep.image import ImageLayout, Wanted
+from everstep.integrations.dcp_life import DcpLife
+from everstep.integrations.dcp_search import Found, find, open_sources
+from everstep.integrations.dcp_table import NOTE, VALUES, Contents, Place, described, difference, note_of
+from everstep.integrations.parts import blank_tree, wanted
 from everstep.recover.assemble import tensor_in
-from everstep.store import claim
-from everstep.store.disk import DiskTier
-from everstep.store.manifest import (
-    RUN_RECORD,
-    committed_steps,
-    read_commit,
-    read_data,
-    read_part,
-    read_single_part,
-    run_name,
-    step_folder,
-)
-from everstep.store.places import Places
-from everstep.topology import node_name
+from everstep.store.manifest import uncovered
+from everstep.tiers import Tier, choose
+from everstep.types import Level, Piece
 
 Result = TypeVar("Result")
 CheckpointId = str | os.PathLike[str] | None
@@ -58,28 +54,64 @@ CheckpointId = str | os.PathLike[str] | None
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What the coordinator tells a rank: what it writes is a part of which checkpoint."""
+    """What rank 0 tells the others: which checkpoint it is, and which is the newest that is whole."""
 
-    run: str
     step: int
-    generation: str
-    rank: int
-    world: int
+    good: int | None
 
 
 class Writer(StorageWriter):
     """`dcp.save(state_dict, storage_writer=Writer("runs/gpt2"), checkpoint_id=1200)`. Each save is a step of the run.
 
-    checkpoint_id: the step; without it the one after the newest. A step that is there already is never overwritten.
-    keep: how many of the newest stay; by default all.
+    All ranks make one together, and keep it for all their saves; close it, or leave its `with`, when they are done.
+    checkpoint_id: the step; without it the one after the newest. Steps go up, and none is ever overwritten.
+    tiers: as for guard(). keep: how many of the newest stay, or Keep(last=, every=); by default all.
+    until: the level at which a save returns: "sealed" (in memory that outlives the process), "durable", "protected" or
+    "shared". The keeper brings it further, as tiers say.
+    after: the step that the program went on from, if it is not the newest: newer ones are given up.
+    process_group, no_dist: as they are given to dcp.save.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = None) -> None:
-        self.directory = Path(directory).absolute()
-        self._keep = Keep(last=keep) if keep is not None else None
-        self._step: int | None = None
-        self._order: _Order | None = None
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        tiers: Sequence[Tier] | str | Path | None = None,
+        keep: int | Keep | None = None,
+        until: str = "durable",
+        after: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+    ) -> None:
+        chosen = settings(
+            Path(directory), lose_at_most=1, tiers=tiers, keep=Keep(every=1) if keep is None else keep, mode="host",
+            on_loss=(), strategy="snapshot",
+        )  # fmt: skip
+        self.directory = chosen.directory
+        place = topology.alone() if no_dist else topology.here(group=process_group)
+        self._life = DcpLife(chosen, place, Level.named(until), after)
+        self._end = weakref.finalize(self, self._life.end)
+        self._step: int | None = None  # of the next save, if it was given one,
+        self._wanted: int | None = None  # and of the present one
+        self._begun: int | None = None  # rank 0: the step that was saved last, be it in vain,
+        self._filled: tuple[_Order, int] | None = None  # and its part, which is sealed last of all
         self._values: set[str] = set()  # what this rank has that is no tensor
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise Misuse("a Writer is its process's: use async_save with AsyncCheckpointerType.THREAD, not PROCESS")
+
+    def close(self) -> None:
+        """Have the newest checkpoint brought as deep as it goes, and give back the memory."""
+        self._life.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._life.end()
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         self._step = _step_of(checkpoint_id)
@@ -87,34 +119,42 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives") is False:
             raise BadConfig("a checkpoint is all ranks' or none's: use_collectives=False cannot be had here")
+        rank = self._life.place.rank
+        if kwargs.get("rank", rank) != rank or is_coordinator != (rank == 0):
+            raise Misuse("give Writer the same process_group and no_dist as dcp.save")
+        self._wanted, self._step = self._step, None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._values = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The coordinator: which step it is, and who writes what. Values lie in its own part, where it has them."""
+        """Rank 0: which step it is, and who writes what. Values lie in its own part, where it has them."""
         if not all(plan.usable for plan in plans):
             raise BadConfig("a planner that keeps its plans (enable_plan_caching) cannot be used here")
-        claim.make(Places(directory=str(self.directory)))
-        tier = DiskTier(self.directory)
-        with claim.keep_away(self.directory) as is_free:
-            if not is_free:
-                raise RunHeld(str(self.directory), 0, node_name())
-            run = _signed(tier)
-        there = committed_steps(tier)
-        step = self._step if self._step is not None else max(there, default=0) + 1
-        if step in there:
-            raise BadConfig(f"step {step} is there already, and is not overwritten; everstep rm removes it")
-        self._order = _Order(run, step, uuid.uuid4().hex, 0, len(plans))
+        if len(plans) != self._life.place.world:
+            raise Misuse("give Writer the same process_group and no_dist as dcp.save")
+        order = _Order(self._next(), self._life.good)
+        self._begun, self._filled = order.step, None
         gathered = [item for plan in plans for item in plan.items if self._is_mine(item)]
         kept = [[item for item in plan.items if not self._is_mine(item)] for plan in plans]
         kept[0] = gathered + kept[0]
-        orders = [replace(self._order, rank=rank) for rank in range(len(plans))]
-        return [
-            replace(plan, items=items, storage_data=order)
-            for plan, items, order in zip(plans, kept, orders, strict=True)
-        ]
+        return [replace(plan, items=items, storage_data=order) for plan, items in zip(plans, kept, strict=True)]
+
+    def _next(self) -> int:
+        there, begun = self._life.there, self._begun
+        newest = max([*there, *(() if begun is None else (begun,))], default=0)
+        step = newest + 1 if self._wanted is None else self._wanted
+        if step in there:
+            raise BadConfig(f"step {step} is there already, and is not overwritten")
+        if step == begun:
+            raise BadConfig(f"saving step {step} has failed; save a later one, or that one with a new Writer")
+        if newest > 0 and step < newest:
+            raise BadConfig(
+                f"step {step} is older than {newest}, which is there: steps go up. To go on from an older one make a "
+                "Writer with after= its step, which gives up what is newer."
+            )
+        return step
 
     def _is_mine(self, item: WriteItem) -> bool:
         return item.type is WriteItemType.BYTE_IO and item.index.fqn in self._values
@@ -126,36 +166,43 @@ class Writer(StorageWriter):
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise Unstorable(twice, planner, "a rank has several boxes of it, and an image one of each tensor")
-        tree = blank_tree(order.step) | {
-            NOTE: note_of(plan.items, plan.planner_data),
-            VALUES: {i.index.fqn: _value(i, planner) for i in plan.items if i.type is WriteItemType.BYTE_IO},
-        }
-        part = NewPart([_room(item) for item in tensors], info_of(order.run, order.rank, order.world), tree)
+        note = note_of(plan.items, plan.planner_data)
+        values = {i.index.fqn: _value(i, planner) for i in plan.items if i.type is WriteItemType.BYTE_IO}
+        tree = blank_tree(order.step) | {NOTE: msgspec.to_builtins(note), VALUES: values}
+        told = extras.encode(tree, "state")
+        layout = self._life.lay_out([_room(item) for item in tensors], len(told))
+        slot, view = self._life.open_slot(layout, order.good)
+        image.put_extras(layout, view, told)
+        places = {piece.name: tensor_in(_bytes_of(view, layout, piece), piece) for piece in layout.pieces}
         for item in tensors:
             found = planner.resolve_data(item)
             assert isinstance(found, torch.Tensor)
-            part.place_of(item.index.fqn).copy_(found.detach())
-        written = part.put(DiskTier(self.directory), order.generation)
-        sizes = {piece.name: piece.length for piece in written.pieces}
-        return _done([WriteResult(item.index, sizes.get(item.index.fqn, 0), None) for item in plan.items])
+            if found.is_meta:
+                raise Unstorable(item.index.fqn, found, "it is on the meta device and has no data")
+            places[item.index.fqn].copy_(found.detach())
+        rank = self._life.place.rank
+        if rank == 0:
+            self._filled = order, slot
+        else:
+            self._life.seal(slot, order.step)
+        sizes = {piece.name: piece.length for piece in layout.pieces}
+        written = [WriteResult(item.index, sizes.get(item.index.fqn, 0), None) for item in plan.items]
+        contents = Contents(rank, layout.pieces, note, dict.fromkeys(values))
+        return _done([*written, WriteResult(MetadataIndex(NOTE), 0, contents)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The coordinator, when all have written: if what would come back is what DCP has, it is committed."""
-        order, tier = self._order, DiskTier(self.directory)
-        assert order is not None
-        self._order = self._step = None
-        try:
-            parts = [read_single_part(tier, order.step, r, order.run, step_folder) for r in range(order.world)]
-        except FileNotFoundError as error:
-            raise EverstepError(f"not all parts are in {self.directory}; do all ranks see it? {error}") from None
-        odd = difference(described(tier, parts), metadata)
+        """Rank 0, when all have filled theirs: if what would come back is what DCP has, it exists."""
+        assert self._filled is not None
+        (order, slot), self._filled = self._filled, None
+        parts = [one[-1].storage_data for one in results]
+        odd = difference(described(parts), metadata)
         if odd is not None:
             raise Unstorable(odd, metadata, "it would not come back as it is")
-        if not flush.commit(tier, order.step, range(order.world), order.world, order.generation):
-            raise EverstepError(f"not all parts of step {order.step} are of this save; is somebody else saving it too?")
-        if self._keep is not None:
-            flush.retire(tier, self._keep, order.run)
-            flush.clean(tier)
+        missing = uncovered(part.pieces for part in parts)
+        if missing is not None:
+            raise EverstepError(f"what the ranks saved is not a whole checkpoint: {missing}")
+        self._life.seal(slot, order.step)
+        self._life.finish(order.step)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -165,63 +212,75 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """`dcp.load(state_dict, storage_reader=Reader("runs/gpt2"))`. checkpoint_id: the step; without it the newest.
 
-    Every byte that is used has been checked; damage raises, and nothing of the part that has it is used.
+    Every byte that is used has been checked. What is damaged is read from the next best place; if no place has it,
+    that raises, and only with older=True is the next older checkpoint loaded instead, with a warning.
+    tiers: where else to look, if the directory itself is lost. process_group, no_dist: as they are given to dcp.load.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        tiers: Sequence[Tier] | str | Path | None = None,
+        older: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+    ) -> None:
         self.directory = Path(directory).absolute()
+        self._tiers = None if tiers is None else choose(tiers, os.environ)
+        self._older, self._group, self._no_dist = older, process_group, no_dist
         self._step: int | None = None
-        self._chosen = -1
+        self._found: Found | None = None
         self._places: dict[MetadataIndex, Place] = {}
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         self._step = _step_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        tier = DiskTier(self.directory)
-        there = committed_steps(tier)
-        if not there or self._step not in (None, *there):
-            what = "checkpoint" if self._step is None else f"step {self._step}"
-            raise NothingToRestore(f"{self.directory} has no {what}; there are {there}")
-        self._chosen, self._step = there[-1] if self._step is None else self._step, None
-        commit = read_commit(tier, self._chosen, run_name(tier))
-        return described(tier, (read_part(tier, commit, ref.rank) for ref in commit.parts))
+        """All ranks come here first, so here they find out together what there is."""
+        place = topology.alone() if self._no_dist else topology.here(group=self._group)
+        sources = open_sources(self.directory, self._tiers, place)
+        try:
+            self._found = find(sources, place, self._step, older=self._older)
+        except BaseException:
+            sources.close()
+            raise
+        self._step = None
+        return described(self._found.contents)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=self._chosen)
+        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        chosen = sorted({plan.storage_data for plan in plans})
-        if len(chosen) > 1:
-            raise Misuse(f"ranks would load different steps, {chosen}; name one of them: checkpoint_id=...")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert self._found is not None
+        found, self._found = self._found, None
         of_part: dict[int, list[ReadItem]] = {}
         for item in plan.items:
-            place = self._places[item.storage_index]
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _as_dcp_has_it(place.value))
+                planner.load_bytes(item, _as_dcp_has_it(self._places[item.storage_index].value))
             else:
-                of_part.setdefault(place.rank, []).append(item)
-        tier = DiskTier(self.directory)
-        commit = read_commit(tier, self._chosen, run_name(tier))
-        for rank, items in of_part.items():
-            data = read_data(tier, read_part(tier, commit, rank))
-            for item in items:
-                self._copy(item, data, planner)
+                of_part.setdefault(self._places[item.storage_index].rank, []).append(item)
+        try:
+            for rank, items in of_part.items():
+                layout, _, data = found.image(rank, {item.storage_index.fqn for item in items})
+                for item in items:
+                    self._copy(item, layout, data, planner)
+        finally:
+            found.sources.close()
         return _done(None)
 
-    def _copy(self, item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
+    def _copy(self, item: ReadItem, layout: ImageLayout, data: memoryview, planner: LoadPlanner) -> None:
         piece = self._places[item.storage_index].piece
         assert piece is not None
-        begin = header_bytes(data) + piece.offset
         box = tuple(slice(s, s + e) for s, e in zip(item.storage_offsets, item.lengths, strict=True))
         target = planner.resolve_tensor(item).detach()
-        target.copy_(tensor_in(data[begin : begin + piece.length], piece)[box])
+        target.copy_(tensor_in(_bytes_of(data, layout, piece), piece)[box])
         planner.commit_tensor(item, target)
 
     @classmethod
@@ -241,15 +300,9 @@ def _step_of(checkpoint_id: CheckpointId) -> int | None:
     return int(str(checkpoint_id))
 
 
-def _signed(tier: DiskTier) -> str:
-    """The run's name, which is given to it by its first save."""
-    try:
-        run = run_name(tier)
-    except FileNotFoundError:
-        run = uuid.uuid4().hex
-    if RUN_RECORD not in tier.names():
-        claim.sign(tier, run, lambda event: None)
-    return run
+def _bytes_of(data: memoryview, layout: ImageLayout, piece: Piece) -> memoryview:
+    begin = len(layout.header) + piece.offset
+    return data[begin : begin + piece.length]
 
 
 def _room(item: WriteItem) -> Wanted:

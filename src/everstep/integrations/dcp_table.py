@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-import xxhash
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,10 +26,8 @@ from everstep import image
 from everstep.capture import extras
 from everstep.capture.layout import TORCH_DTYPES
 from everstep.errors import Damaged, Unstorable
-from everstep.image import CHUNK_BYTES
-from everstep.store.manifest import data_name
-from everstep.store.tier import Tier
-from everstep.types import Part, Piece, learnt
+from everstep.image import ImageLayout
+from everstep.types import Piece, learnt
 
 NOTE, VALUES = "dcp", "values"  # keys of an image's extras
 Path = tuple[str | int, ...]
@@ -54,7 +51,17 @@ class Place:
     value: Any = None
 
 
-def note_of(items: Sequence[WriteItem], paths: object) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one rank's part holds: boxes of tensors, and values by their names."""
+
+    rank: int
+    pieces: tuple[Piece, ...]
+    note: Note
+    values: dict[str, Any]
+
+
+def note_of(items: Sequence[WriteItem], paths: object) -> Note:
     """What goes into the extras. Unstorable if there is something that could not be given back, by its name."""
     tensors = {item.index.fqn: item.tensor_data.properties for item in items if item.tensor_data is not None}
     for name, properties in tensors.items():
@@ -68,31 +75,36 @@ def note_of(items: Sequence[WriteItem], paths: object) -> dict[str, Any]:
         "pinned": [name for name, properties in tensors.items() if properties.pin_memory],
     }
     try:
-        return msgspec.to_builtins(msgspec.convert(note, Note))  # type: ignore[no-any-return]
+        return msgspec.convert(note, Note)
     except (msgspec.ValidationError, TypeError) as error:
         raise Unstorable("the planner's data", paths, str(error)) from None
 
 
-def described(tier: Tier, parts: Iterable[Part]) -> Metadata:
+def contents_of(layout: ImageLayout, data: memoryview, step: int, rank: int) -> Contents:
+    """What an image holds. Damaged if that cannot be told; so it is of a base that is none of DCP's."""
+    tree = extras.decode(image.extras_of(layout, data))
+    if not isinstance(tree, dict) or NOTE not in tree:
+        raise Damaged("it was not written through torch.distributed.checkpoint", step=step, rank=rank)
+    try:
+        return Contents(rank, layout.pieces, msgspec.convert(tree[NOTE], Note), dict(tree[VALUES]))
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise Damaged(f"its note for DCP is not readable: {error!r}", step=step, rank=rank) from None
+
+
+def described(parts: Iterable[Contents]) -> Metadata:
     """The same as DCP has it. Its storage_data says where everything is."""
     contents: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
     paths: dict[str, Path] = {}
     is_flattened = False
     for part in parts:
-        tree = _tree(tier, part)
-        try:
-            note, values = msgspec.convert(tree[NOTE], Note), dict(tree[VALUES])
-        except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-            reason = f"it was not written through torch.distributed.checkpoint: {error!r}"
-            raise Damaged(reason, tier=tier.name, step=part.step, rank=part.rank) from None
-        is_flattened |= note.paths is not None
-        paths |= note.paths or {}
+        is_flattened |= part.note.paths is not None
+        paths |= part.note.paths or {}
         for piece in part.pieces:
-            entry = contents.setdefault(piece.name, _entry(piece, note))
+            entry = contents.setdefault(piece.name, _entry(piece, part.note))
             entry.chunks.append(ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.extent)))
             places[MetadataIndex(piece.name, piece.start)] = Place(part.rank, piece)
-        for name, value in values.items():
+        for name, value in part.values.items():
             contents[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = Place(part.rank, None, value)
     planner_data = paths if is_flattened else None
@@ -120,37 +132,3 @@ def _comparable(entry: Any) -> object:
         return type(entry)
     boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
     return entry.properties.dtype, tuple(entry.size), boxes
-
-
-def _tree(tier: Tier, part: Part) -> dict[str, Any]:
-    """The extras of an image, with the chunks that they lie in checked, and no other read."""
-    size = int.from_bytes(_chunks(tier, part, 0, 8), "little")
-    header = _chunks(tier, part, 0, min(8 + size, part.bytes))
-    layout, _ = image.parse(header, part.bytes, file=data_name(part.step, part.rank))
-    begin = layout.extras_offset
-    room = _chunks(tier, part, begin, part.bytes)
-    length = int.from_bytes(room[:8], "little")
-    tree = extras.decode(bytes(room[8 : 8 + length]))
-    if not isinstance(tree, dict):
-        raise Damaged("its extras are no map", tier=tier.name, step=part.step, rank=part.rank)
-    return tree
-
-
-def _chunks(tier: Tier, part: Part, begin: int, end: int) -> memoryview:
-    """Some bytes of an image; the chunks that they lie in are read whole, and checked."""
-    file = data_name(part.step, part.rank)
-    first = begin // CHUNK_BYTES * CHUNK_BYTES
-    last = min(-(-end // CHUNK_BYTES) * CHUNK_BYTES, part.bytes)
-    data = memoryview(bytearray(max(last - first, 0)))
-    try:
-        count = tier.read(file, first, data)
-    except FileNotFoundError:
-        count = 0
-    if count < len(data) or len(part.chunks) != -(-part.bytes // CHUNK_BYTES) or end - begin < 8:
-        raise Damaged("cut off", tier=tier.name, step=part.step, rank=part.rank, file=file)
-    for at in range(0, len(data), CHUNK_BYTES):
-        number = (first + at) // CHUNK_BYTES
-        if xxhash.xxh3_64_intdigest(data[at : at + CHUNK_BYTES]) != part.chunks[number]:
-            reason = "the bytes do not match their checksum"
-            raise Damaged(reason, tier=tier.name, step=part.step, rank=part.rank, file=file, chunk=number)
-    return data[begin - first : end - first]

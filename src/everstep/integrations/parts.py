@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,9 +52,7 @@ class NewPart:
         self._layout, self._info, self._step = image.lay_out(wanted, info, 8 + len(told)), info, tree["step"]
         self._data = memoryview(room_for(self._layout.total_bytes))
         self._data[: len(self._layout.header)] = self._layout.header
-        begin = self._layout.extras_offset
-        struct.pack_into("<Q", self._data, begin, len(told))
-        self._data[begin + 8 : begin + 8 + len(told)] = told
+        image.put_extras(self._layout, self._data, told)
         self._pieces = {piece.name: piece for piece in self._layout.pieces}
 
     def place_of(self, name: str) -> Tensor:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 
-from everstep import topology
-from everstep.capture.life import Life
 from everstep.config import Settings
 from everstep.errors import EverstepError
 from everstep.events import Degraded, Sink
-from everstep.integrations.scr_files import Slots
-from everstep.keeper.arrival import arrive, check
-from everstep.keeper.client import Answers, KeeperClient
-from everstep.keeper.protocol import runtime_folder
-from everstep.keeper.scavenge import sign
+from everstep.integrations.scr_files import FileSlots
+from everstep.integrations.slots import begin_life
+from everstep.keeper.client import Answers
 from everstep.recover.survey import Sources
 from everstep.store.claim import Claim
 from everstep.topology import Topology
@@ -35,17 +30,8 @@ class Keeping:
     ) -> None:  # fmt: skip
         """All ranks must come. `newest`: the number of the newest dataset of all lives before."""
         self._settings, self._place, self._emit = settings, place, emit
-        check(settings, place)
-        generation = topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
-        self._keeper = KeeperClient(settings.keeper, claim.run, settings.directory, emit)
-        arrive(self._keeper, settings, place, claim, generation=generation, resumed_from=newest, replica="")
-        sign(runtime_folder(claim.run), settings.directory, emit)
-        left, rings = look().left_to(place, is_followed=False)
-        life = Life(
-            run=claim.run, generation=generation, topology=place, settings=settings, emit=emit,
-            attach=self._keeper.attach,
-        )  # fmt: skip
-        self.slots = Slots(life, [*left, *rings], lambda: self.settle(flush=True))
+        self._keeper, life, left = begin_life(settings, place, claim, emit, look, newest=newest)
+        self.slots = FileSlots(life, left, lambda: self.settle(flush=True))
         self.asked_to_stop = False
         self._keeper.listen_with(
             Answers(

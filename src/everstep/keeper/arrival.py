@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,22 @@ from msgspec.structs import replace
 from everstep import topology
 from everstep.config import Settings
 from everstep.errors import BadConfig, KeeperLost
-from everstep.events import EventLog
+from everstep.events import EventLog, Sink
+from everstep.keeper import scavenge
 from everstep.keeper.client import KeeperClient, asked_of
 from everstep.keeper.note import read_charter
-from everstep.keeper.protocol import Charter, Convene, Convened, Hello, Member, Seat, Sitting, Trouble, connect
+from everstep.keeper.protocol import (
+    Charter,
+    Convene,
+    Convened,
+    Hello,
+    Member,
+    Seat,
+    Sitting,
+    Trouble,
+    connect,
+    runtime_folder,
+)
 from everstep.launch import end_time, metrics_address
 from everstep.store.claim import Claim, make, sign
 from everstep.store.disk import DiskTier
@@ -61,11 +74,12 @@ def _check_alike(settings: Settings, place: Topology) -> None:
 
 
 def arrive(
-    keeper: KeeperClient, settings: Settings, place: Topology, claim: Claim, *, generation: str,
-    resumed_from: int | None, replica: str,
-) -> None:  # fmt: skip
-    """All ranks must arrive together."""
+    keeper: KeeperClient, settings: Settings, place: Topology, claim: Claim, emit: Sink, *, resumed_from: int | None,
+    replica: str,
+) -> str:  # fmt: skip
+    """All ranks must arrive together. Returns the name of their life, which no other has."""
     _check_alike(settings, place)
+    generation = topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
     is_alone = settings.keeper == "inline" or not place.has_many_nodes
     secret = b"" if is_alone else topology.exchange(os.urandom(32), place)[0]
     keep, every, lose = settings.keep, settings.tiers.disk.cadence, settings.capture
@@ -86,6 +100,9 @@ def arrive(
     )  # fmt: skip
     addresses = [answer.decode() for answer in topology.exchange(keeper.address.encode(), place)]
     keeper.join(_members(place, addresses))
+    for folder in {runtime_folder(claim.run), runtime_folder(claim.run, settings.tiers.memory.path)}:
+        scavenge.sign(folder, settings.directory, emit)
+    return generation
 
 
 def _members(place: Topology, addresses: list[str]) -> tuple[Member, ...]:

@@ -34,6 +34,7 @@ class Checkpoint:
     own: bool  # whether this rank existed when it was taken
     pieces: dict[str, list[tuple[Piece, Tensor]]] = field(default_factory=dict)
     others: dict[str, Piece] = field(default_factory=dict)  # of tensors of which this rank needs nothing, one piece
+    positions: list[Any] = field(default_factory=list)  # in the data, of all old ranks, if their number was another
     unlike: list[str] = field(default_factory=list)  # what each old rank had its own value of, and cannot be shared out
 
     def kind(self, name: str) -> Piece:
@@ -92,6 +93,8 @@ def view(images: dict[int, Image], step: int, needs: Needs) -> Checkpoint:
     if not isinstance(tree, dict) or tree.get("step") != step:
         raise Damaged(f"the extras are not of step {step}", step=step, rank=source)
     checkpoint = Checkpoint(step=step, world=info.world, info=info, extras=tree, own=source == needs.rank)
+    if needs.has_other_world(info):
+        checkpoint.positions = [_position(images[rank], step, rank) for rank in sorted(images)]
     first: dict[str, memoryview] = {}  # the bytes that the first rank has of what all must have alike
     for old_rank, (layout, info, data) in sorted(images.items()):
         base = len(layout.header)
@@ -124,6 +127,14 @@ def _unwarned() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody here writes to it
         yield
+
+
+def _position(found: Image, step: int, rank: int) -> Any:
+    layout, _, data = found
+    tree = decode(extras_of(layout, data))
+    if not isinstance(tree, dict) or tree.get("step") != step:
+        raise Damaged(f"the extras are not of step {step}", step=step, rank=rank)
+    return tree.get("position")
 
 
 # -- into the objects

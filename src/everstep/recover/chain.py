@@ -265,6 +265,7 @@ def _last(step: int, images: dict[int, RecordImage], rank: int) -> Checkpoint:
     found = Checkpoint(
         step=step, world=image.info.world, info=image.info, extras=_tree(image, step), own=rank in images
     )
+    found.positions = [_tree(images[one], step).get("position") for one in sorted(images)]
     for one, image in sorted(images.items()):
         for piece in image.layout.pieces:
             is_value = not piece.name.startswith((GRADIENT, PACKED, CALL, DIGEST))

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from everstep.capture.layout import Subjects, optimizer_name
 from everstep.capture.sharded import is_zero, stepping
 from everstep.image import ImageLayout
 from everstep.types import ImageInfo, Piece, Place
+
+
+class Some(Protocol):
+    """Whoever knows which bytes of an image are wanted."""
+
+    @property
+    def is_partial(self) -> bool: ...
+
+    def ranges(self, layout: ImageLayout, info: ImageInfo) -> list[tuple[int, int]]: ...
 
 
 class Needs:
@@ -38,12 +49,15 @@ class Needs:
         """The old rank whose own values this one takes."""
         return self.rank if self.rank < old_world else 0
 
+    def has_other_world(self, info: ImageInfo) -> bool:
+        return info.world != self._world
+
     def compares(self, piece: Piece, info: ImageInfo) -> bool:
         """Whether a rank's own value must be the same on all old ranks, because other ranks go on with it.
 
         So it is of what optimizers update: a parameter that is in no DDP, a counter beside the parts of a DTensor.
         """
-        if not piece.private or info.world == self._world:
+        if not piece.private or not self.has_other_world(info):
             return False
         if self._parameters is None:
             self._parameters = {name for one in info.optimizers for group in one.groups for name in group}
@@ -79,7 +93,7 @@ class Needs:
             elif rows is not None and self.takes(piece, info.rank, info.world):
                 row_bytes = piece.length // max(1, piece.extent[0]) if piece.extent else piece.length
                 found.append((begin + rows.start * row_bytes, begin + rows.stop * row_bytes))
-        if info.rank == self.source(info.world):
+        if info.rank == self.source(info.world) or self.has_other_world(info):  # for where each of them stood
             found.append((layout.extras_offset, layout.total_bytes))
         return found
 

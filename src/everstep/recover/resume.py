@@ -78,7 +78,7 @@ def _try(
                 return limit
         state.restore_rest(found.latest, is_record=found.chain is not None, strict=strict)
         if feed is not None and found.latest.extras["position"] is not None:
-            feed.restore(found.latest.extras["position"])
+            feed.restore(found.latest.extras["position"], [one for one in found.latest.positions if one is not None])
     except Mismatch:
         if place.rank == 0:
             clear_attempt(sources, emit)  # the program is to blame, not the checkpoint

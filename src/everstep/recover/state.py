@@ -111,6 +111,11 @@ class State:
             "init_scale": self.scaler._init_scale,
         }
 
+    def forget_gradients(self) -> None:
+        """Those of a step that broke off: the next one would add its own to them."""
+        for parameter in (p for model in self.subjects.models for p in model.parameters()):
+            parameter.grad = None
+
     def restore(self, base: Checkpoint, *, strict: bool) -> list[str]:
         """Put back what optimizers update, and every other tensor; how the program differs from what was saved."""
         found = check(base, self.subjects, strict=strict)

@@ -21,7 +21,7 @@ from everstep.topology import Topology, node_name
 from everstep.types import Attempt, Holding, ImageInfo, ParityHolding, Records, Rejection, Source, Survey
 
 if TYPE_CHECKING:
-    from everstep.recover.needs import Needs
+    from everstep.recover.needs import Some
 
 ATTEMPTS = "attempt.json"
 
@@ -128,7 +128,7 @@ class Sources:
             return ()  # it only says what to offer last, and is written again by whoever loads
 
     def fetch(
-        self, holding: Holding, *, copy: bool = False, needs: Needs | None = None
+        self, holding: Holding, *, copy: bool = False, needs: Some | None = None
     ) -> tuple[image.ImageLayout, ImageInfo, memoryview]:
         """One part's image, every byte of it checked. `copy`: the owner may be alive and may overwrite it.
 

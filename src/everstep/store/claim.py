@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +45,11 @@ class Claim:
 def take(places: Places, place: Topology, emit: Sink) -> Claim:
     """Make a run this job's. All ranks must ask; RunHeld on all of them if it is another's."""
     directory = Path(places.directory)
-    is_common = _is_common(directory, place)
-    disk_is_common = _is_common(Path(places.disk), place) if places.disk else is_common
-    lock = _hold(directory, place, common=is_common)
+    common = is_common(directory, place)
+    disk_is_common = is_common(Path(places.disk), place) if places.disk else common
+    lock = _hold(directory, place, common=common)
     with _given_back_on_error(lock):
-        return Claim(_identity(places, place, emit, common=is_common), disk_is_common, lock)
+        return Claim(_identity(places, place, emit, common=common), disk_is_common, lock)
 
 
 @contextmanager
@@ -63,13 +63,17 @@ def _given_back_on_error(lock: int | None) -> Iterator[None]:
         raise
 
 
-def _is_common(directory: Path, place: Topology) -> bool:
-    """Whether all nodes see the same directory: rank 0 leaves a note there, and the others look for it."""
+def is_common(directory: Path, place: Topology) -> bool:
+    """Whether all nodes see the same directory: rank 0 leaves a note there, and the others look for it.
+
+    Where it cannot leave one, because the directory is only to be read, each node is taken to have its own.
+    """
     if not place.has_many_nodes:
         return True
     name = f".seen-{uuid.uuid4().hex[:12]}".encode() if place.rank == 0 else b""
     if place.rank == 0:
-        (directory / name.decode()).touch()
+        with suppress(OSError):
+            (directory / name.decode()).touch()
     name = topology.exchange(name, place)[0]
     note = directory / name.decode()
     seen = topology.exchange(b"1" if note.exists() else b"0", place)
@@ -101,7 +105,8 @@ def _hold(directory: Path, place: Topology, *, common: bool) -> int | None:
         holder = next(filter(None, topology.exchange(holder, place)), b"")
         if holder:
             pid, _, host = holder.decode(errors="replace").partition(" ")
-            raise RunHeld(str(directory), int(pid) if pid.isdigit() else 0, host)
+            number = int(pid) if pid.isdigit() else 0
+            raise RunHeld(str(directory), number, host, is_own=(number, host) == (os.getpid(), place.node))
     return lock
 
 
