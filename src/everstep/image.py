@@ -23,10 +23,12 @@ import msgspec
 import xxhash
 
 from everstep.errors import Damaged, NewerFormat
-from everstep.types import ImageInfo, Piece, learnt
+from everstep.types import ImageInfo, Piece, Place, learnt
 
 FORMAT = 1
 ORDERED_FORMAT = 2  # of an image that has such tensors, and of its part manifest
+STEPPED_FORMAT = 3  # of a record that says which parts of parameters its rank steps, and of its values
+NEWEST_FORMAT = STEPPED_FORMAT
 BLOCK = 4096
 CHUNK_BYTES = 4 << 20
 MAX_HEADER_BYTES = 256 << 20
@@ -111,8 +113,9 @@ def lay_out(wanted: Iterable[Wanted], info: ImageInfo, extras_capacity: int) -> 
         offset += length
     orders = {p.name: p.order for p in pieces if p.order is not msgspec.UNSET}
     extras_bytes = round_up(offset + max(extras_capacity, 8), BLOCK) - offset
+    least = STEPPED_FORMAT if info.stepped is not None else ORDERED_FORMAT if orders else FORMAT
     meta = _Meta(
-        info=msgspec.structs.replace(info, format=ORDERED_FORMAT) if orders else info,
+        info=msgspec.structs.replace(info, format=max(info.format, least)),
         boxes={p.name: _Box(p.shape, p.start) for p in pieces if not p.whole},
         private=frozenset(p.name for p in pieces if p.private),
         orders=orders,
@@ -153,9 +156,12 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         del table["__metadata__"]
     except (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError) as error:
         raise bad(f"unreadable header, {error}") from None
-    if meta.info.format > ORDERED_FORMAT:
-        newer = f"format {meta.info.format}, and this Everstep reads up to {ORDERED_FORMAT}; upgrade it"
+    if meta.info.format > NEWEST_FORMAT:
+        newer = f"format {meta.info.format}, and this Everstep reads up to {NEWEST_FORMAT}; upgrade it"
         raise NewerFormat(newer, file=file)
+    for name, part in (meta.info.stepped or {}).items():
+        if not _lies_inside(part):
+            raise bad(f"what it steps is no box of {name}")
     pieces: list[Piece] = []
     place, data_bytes = 0, total_bytes - 8 - size
     for name, tensor in sorted(table.items(), key=lambda item: item[1].data_offsets):
@@ -200,6 +206,12 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         total_bytes=total_bytes,
     )
     return layout, meta.info
+
+
+def _lies_inside(part: Place) -> bool:
+    sides = list(zip(part.start, part.extent, part.shape, strict=False))
+    is_box = len(sides) == len(part.start) == len(part.extent) == len(part.shape)
+    return is_box and all(s >= 0 and e >= 0 and s + e <= n for s, e, n in sides)
 
 
 def header_bytes(data: memoryview) -> int:

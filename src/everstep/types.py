@@ -91,6 +91,14 @@ class Piece(Noun, frozen=True, kw_only=True, gc=False):
         return self.extent if self.order is msgspec.UNSET else tuple(self.extent[one] for one in self.order)
 
 
+class Place(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Where a rank's part of a tensor lies."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
 class OptimizerInfo(Noun, frozen=True, kw_only=True):
     type: str
     groups: tuple[tuple[str, ...], ...]  # the names of the parameters of each group
@@ -123,6 +131,7 @@ class ImageInfo(Noun, frozen=True, kw_only=True):
     has_values: bool = False  # a record whose step also has values in an image of their own, or that image
     devices: tuple[str, ...] = ()  # of a record: the kinds of device that its updates ran on
     replica: str = ""  # the kind of device whose steps a host repeated to make this image, so that bits may differ
+    stepped: dict[str, Place] | None = None  # of a record: what its rank's optimizers step, unless that is everything
 
 
 class Part(Noun, frozen=True, kw_only=True):

@@ -419,7 +419,7 @@ def test_an_image_that_claims_what_cannot_be_is_refused(name: str) -> None:
 
 
 def test_an_image_of_a_newer_everstep_is_refused_as_such() -> None:
-    newer = {"everstep": meta()["everstep"].replace('"format": 1', '"format": 3')}
+    newer = {"everstep": meta()["everstep"].replace('"format": 1', f'"format": {image.NEWEST_FORMAT + 1}')}
     data = image_with({"__metadata__": newer, **EXTRAS}, 8)
     with pytest.raises(NewerFormat, match="upgrade"):
         image.parse(data, len(data))

@@ -212,7 +212,8 @@ def read_all(directory: Path) -> tuple[int, dict[int, Any]]:
         assert found is not None and found.chain is not None
         names = [name for group in found.base.info.optimizers[0].groups for name in group]
         given = {
-            one.step: [one.gradient(name, 0, 1 << 20).tolist() for name in names] + [repr(one.calls)]
+            one.step: [one.gradient(name, 0, found.base.kind(name).shape[0]).tolist() for name in names]
+            + [repr(one.calls)]
             for one in found.chain.consumed
         }
         given[found.latest.step].append(found.latest.extras["position"])

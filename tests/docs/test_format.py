@@ -23,7 +23,7 @@ from everstep.store.objects import ObjectTier
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text()
 RECORDS = [
     types.RunRecord, types.Part, types.Piece, types.Commit, types.PartRef, types.Attempt, types.HaltRecord,
-    types.ImageInfo, types.OptimizerInfo, types.Frame, types.DatasetRecord, types.TiersRecord,
+    types.ImageInfo, types.OptimizerInfo, types.Place, types.Frame, types.DatasetRecord, types.TiersRecord,
     types.ParityRecord, types.ParityMember, types.ParityPart, dcp_table.Note,
 ]  # fmt: skip
 TYPES = {"StructType": "Codec",

@@ -27,7 +27,8 @@ from everstep.errors import Diverged, EverstepError
 from everstep.recover import gather
 from everstep.recover import replay as module
 from everstep.recover.assemble import Checkpoint
-from everstep.recover.replay import replay, subjects_of
+from everstep.recover.rebuild import everything, subjects_of
+from everstep.recover.replay import replay
 from everstep.topology import Topology
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -470,7 +471,8 @@ def test_steps_can_be_replayed_without_the_program(name: str) -> None:
         {"groups": [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups], "plain": {}}
         for o in program.subjects.optimizers
     ]
-    subjects = subjects_of(held(program, saved, program.subjects.listing().aliases))
+    base = held(program, saved, program.subjects.listing().aliases)
+    subjects = subjects_of(base, everything(base))
     assert replay(subjects, steps, ALONE) == 6
     read = {entry.name: bits(entry.tensor) for entry in subjects.listing().entries}
     assert read == {entry.name: bits(entry.tensor) for entry in real.subjects.listing().entries}

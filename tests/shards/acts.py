@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import everstep
+from everstep.capture import gradients
 from everstep.capture.host import arena_root
-from everstep.events import Degraded, Fetched, read_events
+from everstep.events import Degraded, Fetched, Replayed, read_events
 
 _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(
@@ -54,6 +55,8 @@ class Act:
     model: str = "Net"
     strategy: str = "snapshot"
     wipe: bool = False  # memory is lost before it begins
+    breaks: bool = False  # off in the middle, so that the last step has no base if it has a record
+    optimizer: str = "AdamW"
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ def _wipe(run: Path) -> None:
 
 def _live(acts: list[Act], rank: int, directory: Path, module: str) -> None:
     torch.set_num_threads(1)
+    gradients._DIGEST_EVERY = 3  # so that short chains have one
     with open(directory / f"stderr-{rank}", "w") as errors:
         os.dup2(errors.fileno(), 2)
     try:
@@ -130,7 +134,7 @@ def _play(act: Act, number: int, rank: int, directory: Path, make: type[nn.Modul
         if act.world > 1:
             dist.barrier()
     torch.manual_seed(number)
-    model, optimizer = laid_out.laid_out(act.kind, make())
+    model, optimizer = laid_out.laid_out(act.kind, make(), act.optimizer)
     began, ended = play(act, rank, directory / act.run, model, optimizer)
     torch.save(began, directory / f"began-{number}-{rank}")
     torch.save(ended, directory / f"ended-{number}-{rank}")
@@ -144,31 +148,54 @@ def play(act: Act, rank: int, run_directory: Path, model: Any, optimizer: Any) -
     for _ in range(act.steps):
         laid_out.backward(model, laid_out.batch(act.kind, run.step, rank))
         # DDP broadcasts its buckets after the first pass, and ZeroRedundancyOptimizer what it has updated
-        with nullcontext() if act.kind in ("ddp", "zero") else no_collectives():
+        with zeros_own(optimizer) if act.kind == "zero" else no_collectives():
             optimizer.step()
+        with nullcontext() if act.kind in ("ddp", "zero") and run.step == 0 else no_collectives():
             run.done()
         optimizer.zero_grad()
+        if act.breaks and run.step == 1:  # keepers in threads do not agree on a base by themselves
+            run._capture.wait_sealed()
+            run._keeper.wait_durable(1, None, as_base=True)
     ended = {"step": run.step, "state": laid_out.whole(model, optimizer)}
+    if act.breaks:
+        run.wait("durable")
+        run.__exit__(KeyboardInterrupt, None, None)
     run.close()
-    events = read_events(run_directory)
+    events = list(read_events(run_directory))
     began["fetched"] = [e.bytes for e in events if isinstance(e, Fetched) and e.rank == rank][-1:]
+    began["replayed"] = [(e.base, e.steps) for e in events if isinstance(e, Replayed) and e.rank == rank][-1:]
     began["degraded"] = [(e.what, e.reason) for e in events if isinstance(e, Degraded)]
     return began, ended
 
 
 @contextmanager
-def no_collectives() -> Iterator[None]:
+def no_collectives(but: tuple[str, ...] = ()) -> Iterator[None]:
     """Whatever ranks would tell each other in here is an error."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks talk to each other in a step")
 
-    names = [name for name in COLLECTIVES if hasattr(dist, name)]
+    names = [name for name in COLLECTIVES if hasattr(dist, name) and name not in but]
     with ExitStack() as patches, CommDebugMode() as seen:
         for name in names:
             patches.enter_context(mock.patch.object(dist, name, refuse))
         yield
-    assert seen.get_total_counts() == 0, seen.get_comm_counts()
+    assert but or seen.get_total_counts() == 0, seen.get_comm_counts()
+
+
+@contextmanager
+def zeros_own(optimizer: Any) -> Iterator[None]:
+    """Every parameter is broadcast once, and ranks tell each other nothing else."""
+    told: list[Any] = []
+    broadcast = dist.broadcast
+
+    def counted(*args: Any, **options: Any) -> Any:
+        told.append(args)
+        return broadcast(*args, **options)
+
+    with no_collectives(("broadcast",)), mock.patch.object(dist, "broadcast", counted):
+        yield
+    assert len(told) == sum(len(group["params"]) for group in optimizer.param_groups), told
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

@@ -22,8 +22,8 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
     """Makes stages for the features of sharded.py, and takes away what their runs leave in shared memory."""
     made: list[Stage] = []
 
-    def make(feature: str, keeper: str = "inline") -> Stage:
-        made.append(Stage(feature, tmp_path / f"stage-{len(made)}", keeper, module="sharded"))
+    def make(feature: str, keeper: str = "inline", strategy: str = "snapshot") -> Stage:
+        made.append(Stage(feature, tmp_path / f"stage-{len(made)}", keeper, strategy, module="sharded"))
         return made[-1]
 
     yield make

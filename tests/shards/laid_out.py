@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +47,24 @@ class Pair(nn.Module):
         return self.second(torch.tanh(self.first(nn.functional.one_hot(x, 7).float())))
 
 
+class Counts(nn.Linear):
+    """With a buffer, which becomes a DTensor where the layer is taken apart."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size)
+        self.register_buffer("seen", torch.zeros(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return super().forward(x)
+
+
+class Counting(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Counts(7, 12)
+
+
 class Wide(Pair):
     """Large enough for many chunks: 28 MB with an AdamW."""
 
@@ -55,6 +72,18 @@ class Wide(Pair):
         super().__init__()
         self.first, self.second = nn.Linear(7, 160_000), nn.Linear(160_000, 7)
 
+
+class Unknown(torch.optim.SGD):
+    """One of which nobody says that it updates every element by itself."""
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "fused": (torch.optim.AdamW, {"fused": True}),  # gives rows other bits than the whole
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "Adafactor": (torch.optim.Adafactor, {}),  # looks at rows and columns; torch's own takes no DTensors
+    "Unknown": (Unknown, {}),
+}
 
 PLAN = {"first": ColwiseParallel(), "second": RowwiseParallel()}
 
@@ -66,12 +95,14 @@ def fsdp(model: nn.Module, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def laid_out(kind: str, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`kind`: how; the world is the present one."""
+def laid_out(kind: str, model: nn.Module, how: str = "AdamW") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`kind`: over the ranks of the present world; `how` it is trained."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    adam = partial(torch.optim.AdamW, lr=0.05)
+    make, options = OPTIMIZERS[how]
     if kind in ("ddp", "zero"):
         model = DistributedDataParallel(model)
+    elif kind == "alone":
+        pass  # each rank trains a model of its own
     elif kind == "fsdp":
         model = fsdp(model, init_device_mesh("cpu", (world,)))
     elif kind == "hsdp":
@@ -85,13 +116,13 @@ def laid_out(kind: str, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimi
         assert kind == "single", kind
     trained = [p for p in model.parameters() if p.requires_grad]
     if kind == "zero":
-        return model, ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=0.05)
-    return model, adam(trained)
+        return model, ZeroRedundancyOptimizer(trained, make, lr=0.05, **options)
+    return model, make(trained, lr=0.05, **options)
 
 
 def batch(kind: str, step: int, rank: int) -> Tensor:
     """Ranks that have parts of one computation see the same."""
-    source = {"tp": 0, "single": 0, "fsdp_tp": rank // 2}.get(kind, rank)
+    source = {"tp": 0, "single": 0, "alone": 0, "fsdp_tp": rank // 2}.get(kind, rank)
     return torch.randint(0, 7, (4, 3), generator=torch.Generator().manual_seed(100 * step + source))
 
 

@@ -22,11 +22,11 @@ from everstep.capture.layout import Entry, share
 from everstep.capture.shape import view_in
 from everstep.capture.sharded import Box, located, sharers_at
 from everstep.errors import Damaged
-from everstep.image import FORMAT, lay_out
+from everstep.image import FORMAT, STEPPED_FORMAT, lay_out, parse
 from everstep.recover.assemble import _common, view
-from everstep.recover.needs import Needs, Place
+from everstep.recover.needs import Needs
 from everstep.store.manifest import _overlaps, uncovered
-from everstep.types import ImageInfo, Piece
+from everstep.types import ImageInfo, Piece, Place
 
 RUN = "0" * 32
 
@@ -204,3 +204,17 @@ def test_boxes_that_cover_some_elements_twice_are_no_checkpoint() -> None:
     with pytest.raises(Damaged, match="there twice"):
         images = {0: (SimpleNamespace(pieces=tuple(bad)), None, None)}
         view(images, 1, Needs(None, 0, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "place", [Place((4,), (2,), (3,)), Place((4,), (-1,), (2,)), Place((4,), (5,), (-1,)), Place((4, 2), (0,), (4,))]
+)
+def test_a_record_that_claims_to_step_what_is_no_box_is_refused(place: Place) -> None:
+    def header(stepped: Place) -> bytes:
+        info = ImageInfo(format=FORMAT, run=RUN, rank=0, world=2, stepped={"model.w": stepped})
+        return lay_out([], info, 8).header
+
+    _, info = parse(header(Place((4,), (2,), (2,))), 8192)
+    assert info.stepped == {"model.w": Place((4,), (2,), (2,))} and info.format == STEPPED_FORMAT
+    with pytest.raises(Damaged, match=r"no box of model\.w"):
+        parse(header(place), 8192)

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Shard
 
 from everstep.errors import Damaged
 from everstep.image import CHUNK_BYTES, FORMAT, parse
-from everstep.recover.needs import Needs, Place
+from everstep.recover.needs import Needs
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import data_name, read_some
-from everstep.types import Part
+from everstep.types import Part, Place
 
 
 def part_on(tier: DiskTier) -> tuple[Part, torch.Tensor]:

@@ -19,7 +19,7 @@ import everstep
 from everstep.capture.host import arena_root
 
 
-def _live(rank: int, life: int, place: Path) -> None:
+def _live(rank: int, life: int, strategy: str, place: Path) -> None:
     os.environ["EVERSTEP_NODE"] = f"shards{os.getppid()}-{rank}"
     (place / f"node-{rank}").write_text(os.environ["EVERSTEP_NODE"])
     torch.set_num_threads(1)
@@ -28,7 +28,8 @@ def _live(rank: int, life: int, place: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(life)
     model, optimizer = laid_out.laid_out("fsdp", laid_out.Net())
-    run = everstep.guard(model, optimizer, dir=place / f"run-{rank}", tiers=[everstep.Partner()], linger="5s")
+    options = {"tiers": [everstep.Partner()], "strategy": strategy, "linger": "5s"}
+    run = everstep.guard(model, optimizer, dir=place / f"run-{rank}", **options)
     began = laid_out.whole(model, optimizer)
     for _ in range(0 if life else 3):
         laid_out.backward(model, laid_out.batch("fsdp", run.step, rank))
@@ -45,7 +46,8 @@ def _live(rank: int, life: int, place: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_lost_nodes_parts_come_from_its_partner(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["snapshot", "log"])
+def test_a_lost_nodes_parts_come_from_its_partner(strategy: str, tmp_path: Path) -> None:
     pytest.importorskip("zmq")
 
     def lose(rank: int) -> None:
@@ -56,7 +58,7 @@ def test_a_lost_nodes_parts_come_from_its_partner(tmp_path: Path) -> None:
         for life in range(3):
             if life == 2:
                 lose(1)
-            ranks = [harness._forked.Process(target=_live, args=(rank, life, tmp_path)) for rank in range(2)]
+            ranks = [harness._forked.Process(target=_live, args=(rank, life, strategy, tmp_path)) for rank in range(2)]
             for process in ranks:
                 process.start()
             for process in ranks:

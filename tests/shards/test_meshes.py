@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from acts import Act, differing, perform
+from safetensors.torch import load_file
 
 import everstep
 
@@ -22,19 +23,35 @@ LARGE = [
 ]
 
 
-def sharded_out(source: tuple[str, int], model: str, targets: list[tuple[str, int]], place: Path) -> list[str]:
-    """What differs from the state that was trained, on any target, from memory, from disk, and for a reader."""
+def sharded_out(
+    source: tuple[str, int], model: str, targets: list[tuple[str, int]], place: Path, log: str = ""
+) -> list[str]:
+    """What differs from the state that was trained, on any target, from memory, from disk, and for a reader.
+
+    `log`: with this optimizer, and with records after the first step instead of bases.
+    """
     kind, world = source
-    acts = [Act(kind, world, "run", steps=3, model=model)]
-    acts += [Act(*target, "run", model=model, wipe=i % 2 == 1) for i, target in enumerate([source, *targets, source])]
+    how = {"model": model, "optimizer": log or "AdamW"}
+    acts = [Act(kind, world, "run", steps=3, strategy="log" if log else "snapshot", breaks=bool(log), **how)]
+    acts += [Act(*target, "run", wipe=i % 2 == 1, **how) for i, target in enumerate([source, *targets, source])]
     scenes = perform(acts, place)
     whole = scenes[0].ended[0]["state"]
     problems = []
     for act, scene in zip(acts[1:], scenes[1:], strict=True):
         for rank, began in enumerate(scene.began):
             assert began["resumed_from"] == 3
+            assert began["replayed"] == ([(1, 2)] if log else [])
             problems += [f"{act.kind} on {act.world}, rank {rank}: {one}" for one in differing(whole, began["state"])]
-    read: dict[str, Any] = everstep.open(place / "run").load()
+    past = everstep.open(place / "run")
+    read: dict[str, Any] = past.load()
+    if log:
+        past.export(place / "whole", 3)
+        read |= {f"exported: {name}": value for name, value in load_file(place / "whole").items()}
+        whole |= {f"exported: {name}": value for name, value in whole.items()}
+        problems += [f.problem for f in past.verify(replay=True) if f.problem]
+        problems += (
+            [] if any("proven by a digest of step 3" in f.note for f in past.verify(replay=True)) else ["unproven"]
+        )
     return problems + [f"read: {name}" for name, value in whole.items() if not torch.equal(read[name], value)]
 
 
@@ -51,3 +68,35 @@ def test_the_state_is_the_same_on_every_other_mesh(
     kind: str, world: int, model: str, targets: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     assert sharded_out((kind, world), model, targets, tmp_path) == []
+
+
+FROM_RECORDS = [
+    ("fsdp", 2, "Net", [("fsdp", 3), ("ddp", 2), ("single", 1)], "AdamW"),
+    ("zero", 2, "Pair", [("zero", 3)], "fused"),
+    ("tp", 2, "Counting", [("single", 1)], "AdamW"),
+]
+
+
+@pytest.mark.parametrize(("kind", "world", "model", "targets", "optimizer"), FROM_RECORDS, ids=str)
+def test_records_lead_to_the_same_state_on_another_mesh(
+    kind: str, world: int, model: str, targets: list[tuple[str, int]], optimizer: str, tmp_path: Path
+) -> None:
+    assert sharded_out((kind, world), model, targets, tmp_path, optimizer) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "world", "model", "targets", "optimizer"),
+    [
+        *((*case, "AdamW") for case in LARGE),
+        ("hsdp", 4, "Net", NET, "fused"),
+        ("fsdp_tp", 4, "Pair", PAIR, "fused"),
+        ("ddp", 2, "Net", NET, "fused"),
+        ("zero", 3, "Pair", PAIR, "SGD"),
+    ],
+    ids=str,
+)
+def test_records_lead_to_the_same_state_on_every_other_mesh(
+    kind: str, world: int, model: str, targets: list[tuple[str, int]], optimizer: str, tmp_path: Path
+) -> None:
+    assert sharded_out((kind, world), model, targets, tmp_path, optimizer) == []

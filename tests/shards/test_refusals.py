@@ -10,7 +10,7 @@ import laid_out
 import pytest
 import torch
 import torch.distributed as dist
-from acts import Act, perform
+from acts import Act, Scene, differing, perform
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -20,7 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import everstep
 from everstep.capture.sharded import Box, box_of
+from everstep.capture.stepped import ELSEWHERE
 from everstep.errors import BadConfig, Mismatch, Unstorable
+from everstep.events import Degraded, read_events
 
 
 @pytest.fixture
@@ -120,17 +122,70 @@ class Own(laid_out.Pair):
         return super().forward(x) + self.own * (1 + dist.get_rank() if dist.is_initialized() else 1)
 
 
-def test_a_log_gives_way_to_bases_and_says_so_and_own_values_cannot_be_shared_out(tmp_path: Path) -> None:
-    """Two promises, one start of ranks."""
-    acts = [Act("tp", 2, "run", steps=3, model="Own", strategy=s) for s in ("log", "auto")]
-    acts += [Act("tp", 2, "run", model="Own", wipe=True), Act("single", 1, "other", steps=1, model="Own")]
+def told(scene: Scene) -> set[tuple[str, str]]:
+    return {one for began in scene.began for one in began["degraded"]}
+
+
+NO_LOG, NO_REPLICA = "there is no log, every step is a base", "there is no replica, the run is kept by its log"
+SHARDED = "model.first.weight is a DTensor, of which ranks have parts"
+ZERO = "ranks have taken the state of ZeroRedundancyOptimizer apart among them"
+
+
+def test_optimizers_that_look_at_whole_tensors_get_bases_and_a_replica_gives_way_to_a_log(tmp_path: Path) -> None:
+    how = {"steps": 2, "model": "Pair"}
+    acts = [
+        Act("tp", 2, "unknown", strategy="log", optimizer="Unknown", **how),
+        Act("zero", 2, "adafactor", strategy="auto", optimizer="Adafactor", **how),
+        Act("fsdp", 2, "replica", strategy="replica", breaks=True, **how),
+        Act("fsdp", 2, "replica", model="Pair"),
+    ]
+    unknown, adafactor, replica, again = perform(acts, tmp_path)
+    unlike = "is not known to update every element by itself"
+    assert told(unknown) == {(NO_LOG, f"{SHARDED}, and Unknown {unlike}")}
+    assert told(adafactor) == {(NO_LOG, f"{ZERO}, and Adafactor {unlike}")}
+    assert told(replica) == {(NO_REPLICA, SHARDED)}
+    assert [began["replayed"] for began in again.began] == [[(1, 1)]] * 2
+
+
+def test_gradients_that_are_summed_up_inside_the_update_get_bases(world: None, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    run = guarded(tmp_path, DTensor.from_local(torch.ones(3), mesh, [Replicate()]), strategy="log")
+    weight = run._state.subjects.optimizers[0].param_groups[0]["params"][0]
+    for _ in range(3):
+        weight.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+        run._state.subjects.optimizers[0].step()
+        run.done()
+    run.close()
+    reason = f"SGD: {ELSEWHERE}"
+    assert [e.reason for e in read_events(tmp_path / "run") if isinstance(e, Degraded)] == [reason]
+    assert [kept.base for kept in everstep.open(tmp_path / "run").kept()] == [3]
+
+
+class Late(Own):
+    """Ranks are alike until the base, and not after it."""
+
+    steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return super().forward(x) if self.steps > 1 else laid_out.Pair.forward(self, x) + self.own
+
+
+def test_own_values_cannot_be_shared_out_whether_a_base_or_records_have_them(tmp_path: Path) -> None:
+    """And come back where they were, to as many ranks as before."""
+    kinds = (("tp", "snapshot", "Own"), ("tp", "log", "Late"), ("alone", "log", "Late"))
+    acts = []
+    for kind, strategy, model in kinds:
+        how = {"world": 2, "run": f"{kind}-{strategy}", "model": model}
+        acts += [Act(kind, steps=3, strategy=strategy, breaks=strategy == "log", **how), Act(kind, wipe=True, **how)]
     scenes = perform(acts, tmp_path, module="test_refusals")
-    assert [scene.began[0]["resumed_from"] for scene in scenes] == [None, 3, 6, None]
-    told = scenes[1].began[1]["degraded"]
-    words = "model.first.weight is a DTensor, of which ranks have parts"
-    assert told == [("there is no log, every step is a base", words)] * 4
-    values = [began["state"]["model.own"] for began in scenes[2].began]
-    assert not torch.equal(*values)  # as each rank had it
-    model = Own()
-    with pytest.raises(Mismatch, match=r"model\.own: each of 2 ranks had its own value"):
-        everstep.guard(model, torch.optim.AdamW(model.parameters()), dir=tmp_path / "run", keeper="inline")
+    for (kind, strategy, _), trained, again in zip(kinds, scenes[::2], scenes[1::2], strict=True):
+        for ended, began in zip(trained.ended, again.began, strict=True):
+            others = [name for name in differing(ended["state"], began["state"]) if "model.own" in name]
+            assert (began["resumed_from"], others) == (3, [])
+        assert "model.own" in differing(trained.ended[0]["state"], trained.ended[1]["state"])
+        model = Own()
+        with pytest.raises(Mismatch, match=r"model\.own: each of 2 ranks had its own value"):
+            everstep.guard(
+                model, torch.optim.AdamW(model.parameters()), dir=tmp_path / f"{kind}-{strategy}", keeper="inline"
+            )

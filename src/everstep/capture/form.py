@@ -19,7 +19,9 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Share, Subjects
 from everstep.capture.life import Life
 from everstep.capture.shape import Shape, group_alike
+from everstep.capture.sharded import is_sharded
 from everstep.capture.sheet import Sheet, lay_out_sheet
+from everstep.capture.stepped import placements_of, places
 from everstep.capture.update import Call, kinds_of_device, parameters_of
 from everstep.image import FORMAT, ImageLayout
 from everstep.topology import Topology
@@ -35,9 +37,10 @@ Groups = list[tuple[list[Tensor], list[Tensor]]]
 
 @dataclass(slots=True)
 class Consumer:
-    """The gradients of one optimizer that this rank records, in lists of one device and dtype."""
+    """The gradients of one optimizer that this rank records, in lists of one device and dtype, DTensors apart."""
 
     parameters: list[list[Tensor]]
+    placements: list[list[Any] | None]  # of each list of DTensors
     names: list[list[str]]
     shares: list[list[Share]]
     cuts: list[dict[int, Share]]  # those of which this rank has only some rows
@@ -131,7 +134,7 @@ def _content(
     gradients = [
         Share(_gradient_of(s.entry), s.first, s.rows)
         for s in shape.shares
-        if id(s.entry.tensor) in owned - covered and s.entry.tensor.requires_grad
+        if id(s.entry.held) in owned - covered and s.entry.held.requires_grad
     ]
     arrays = {
         (key, name): _part(f"{PACKED}{key}.{name}", value, topology)
@@ -176,7 +179,7 @@ def make_form(
     info = ImageInfo(
         format=FORMAT, run=life.run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
         codec=codec, has_values=bool(content.large),
-        devices=tuple(kinds_of_device(subjects.optimizers)),
+        devices=tuple(kinds_of_device(subjects.optimizers)), stepped=places(subjects),
     )  # fmt: skip
     layout = lay_out_sheet(content.record, info, shape.layout.extras_bytes)
     record = Sheet.make(content.record, layout, arena_for(layout, "log"))
@@ -187,11 +190,13 @@ def make_form(
         heavy = (sheet, Values.on(sheet, content.large))
 
     def consumer(index: int) -> Consumer:
-        lists = _by_kind([s for s in content.gradients if owner[id(s.entry.tensor)] == index])
+        lists = _by_kind([s for s in content.gradients if owner[id(s.entry.held)] == index])
         members = parameters_of(subjects.optimizers[index])
         found = [list(map(record.targets, one)) for one in lists]
+        parameters = [[s.entry.held for s in one] for one in lists]
         return Consumer(
-            parameters=[[s.entry.tensor for s in one] for one in lists],
+            parameters=parameters,
+            placements=list(map(placements_of, parameters)),
             names=[[s.entry.family for s in one] for one in lists],
             shares=lists,
             cuts=[{i: s for i, s in enumerate(one) if s.bytes != s.entry.tensor.nbytes} for one in lists],
@@ -235,7 +240,7 @@ def tree_of_base(tree: dict[str, Any]) -> dict[str, Any]:
 def _gradient_of(entry: Entry) -> Entry:
     return Entry(
         name=f"{GRADIENT}{entry.name}", tensor=entry.tensor, gate=None, at_cut=True, common=entry.common,
-        family=entry.name,
+        family=entry.name, box=entry.box, given=entry.given,
     )  # fmt: skip
 
 
@@ -273,7 +278,8 @@ def _device_scalars(subjects: Subjects, index: int) -> dict[str, Tensor]:
 def _by_kind(shares: Sequence[Share]) -> list[list[Share]]:
     kinds: dict[Any, list[Share]] = {}
     for item in shares:
-        kinds.setdefault((item.entry.tensor.device, item.entry.tensor.dtype), []).append(item)
+        tensor = item.entry.tensor
+        kinds.setdefault((tensor.device, tensor.dtype, is_sharded(item.entry.held)), []).append(item)
     return list(kinds.values())
 
 

@@ -34,6 +34,7 @@ from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
 from everstep.capture.purity import Purity
 from everstep.capture.shape import Shape, pin
+from everstep.capture.stepped import gradients_of
 from everstep.capture.tap import Tap
 from everstep.capture.update import flushes_denormals
 from everstep.events import ChainEnded, Degraded, RingMade
@@ -192,11 +193,12 @@ class Recorder:
         assert self._slot is not None
         consumer = form.consumers[index]
         absent: list[str] = []
-        lists = zip(consumer.parameters, consumer.names, consumer.cuts, consumer.targets[self._slot], strict=True)
-        for parameters, names, cuts, targets in lists:
-            gradients = list(map(_grad, parameters))
-            if any(g is not None and g.layout is not torch.strided for g in gradients):
-                self._gap = "a gradient is sparse"
+        places = zip(consumer.names, consumer.cuts, consumer.targets[self._slot], strict=True)
+        lists = zip(consumer.parameters, consumer.placements, places, strict=True)
+        for parameters, placements, (names, cuts, targets) in lists:
+            gradients = gradients_of(parameters, placements)
+            if isinstance(gradients, str):
+                self._gap = gradients
                 return
             if self._tap is not None:
                 self._tap.close(parameters)
@@ -211,7 +213,7 @@ class Recorder:
                 kept = [(t, g) for t, g in zip(targets, gradients, strict=True) if g is not None]
                 targets, gradients = [t for t, _ in kept], [g for _, g in kept]
             if gradients:
-                torch._foreach_copy_(targets, gradients)
+                torch._foreach_copy_(targets, gradients)  # type: ignore[arg-type]
         optimizer: Any = self._subjects.optimizers[index]
         self._calls[index] = {
             "optimizer": index,

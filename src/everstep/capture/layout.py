@@ -64,6 +64,11 @@ class Entry:
     given: Tensor | None = None  # and the object that stands for that one in the program, if there is any
 
     @property
+    def held(self) -> Tensor:
+        """The object that the program has."""
+        return self.given if self.given is not None else self.tensor
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
         return self.box.shape if self.box is not None else tuple(self.tensor.shape)
@@ -208,8 +213,8 @@ class Subjects:
             for optimizer in self.optimizers
         )
 
-    def why_no_log(self) -> str:
-        """Why no record can hold what the optimizers consume: ranks have parts of it only. Empty if none has."""
+    def what_is_sharded(self) -> str:
+        """What of the optimizers' parameters and state ranks have parts of only, in words; empty if all have all."""
         if any(map(is_zero, self.optimizers)):
             return "ranks have taken the state of ZeroRedundancyOptimizer apart among them"
         parameters = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])

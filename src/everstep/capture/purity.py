@@ -20,6 +20,8 @@ from torch import Tensor, optim
 
 from everstep.capture.bits import same_bits
 from everstep.capture.layout import Subjects
+from everstep.capture.sharded import stepping
+from everstep.capture.stepped import gradients_of, local_state, placements_of, stepped_by
 from everstep.capture.update import (
     Call,
     Double,
@@ -44,6 +46,7 @@ class _Sample:
 
     name: str
     parameter: Tensor
+    local: Tensor  # what of it is stepped here
     first: int
     rows: int
     gradient: Tensor | None
@@ -66,7 +69,7 @@ class Purity:
         self._calls = [0] * len(self._optimizers)
         self._trials: dict[int, _Trial] = {}
         self._seen: set[int] = set()  # compared at a cut
-        self._reason = next(filter(None, map(why_not, self._optimizers)), "")
+        self._reason = next(filter(None, map(_why_not, self._optimizers)), "")
 
     def tries_next(self, index: int) -> bool:
         """Whether the next step of an optimizer is the one that is tried, or one after it."""
@@ -76,7 +79,7 @@ class Purity:
         """To be called when step() is about to begin."""
         self._calls[index] += 1
         if self._calls[index] == _TRIED_STEP and not self._reason:
-            self._reason = why_not(self._optimizers[index])  # sparse gradients are seen only now
+            self._reason = _why_not(self._optimizers[index])  # what gradients are like is seen only now
             if not self._reason:
                 self._trials[index] = self._trial(index, call)
 
@@ -86,7 +89,8 @@ class Purity:
         trial = self._trials.get(index)
         if trial is None or index in self._seen or self._calls[index] != _TRIED_STEP or self._reason:
             return
-        optimizer, kind = self._optimizers[index], type(self._optimizers[index]).__qualname__
+        optimizer = stepping(self._optimizers[index])
+        kind = type(optimizer).__qualname__
         changed = _changed(trial.hidden, _hidden(optimizer))
         if changed:
             self._reason = f"{kind}.step() changes its attribute {changed}, which is in no param group and no state"
@@ -102,7 +106,7 @@ class Purity:
         """Why steps cannot be repeated; empty if they can; None if that is not known yet."""
         for index, trial in self._trials.items():
             if index not in self._seen and self._calls[index] == _TRIED_STEP and not self._reason:
-                optimizer = self._optimizers[index]
+                optimizer = stepping(self._optimizers[index])
                 found = self._difference(optimizer, trial)
                 if found:
                     kind = type(optimizer).__qualname__
@@ -114,36 +118,46 @@ class Purity:
         return self._reason if done else None
 
     def _trial(self, index: int, call: Call) -> _Trial:
-        optimizer, names = self._optimizers[index], self._subjects.names()
+        optimizer, names = stepping(self._optimizers[index]), self._subjects.names()
         samples, members = [], []
-        for g, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                first, rows = _sampled(parameter, is_sliceable(optimizer, group, parameter))
-                gradient = None
-                if parameter.grad is not None:
-                    gradient = torch.empty_like(rows_of(parameter, first, rows))
-                    gradient.copy_(rows_of(parameter.grad, first, rows))
-                samples.append(_Sample(names[id(parameter)], parameter, first, rows, gradient))
-                state = state_rows(optimizer.state.get(parameter, {}), parameter, first, rows)
-                own = {key: _cloned(value) for key, value in state.items()}
-                clone = double_of(parameter, rows_of(parameter, first, rows).clone())
-                members.append(Member(group=g, parameter=clone, state=own))
+        for g, parameter, local in stepped_by(optimizer):
+            first, rows = _sampled(local, is_sliceable(optimizer, optimizer.param_groups[g], local))
+            seen = gradients_of([parameter], placements_of([parameter]))
+            assert not isinstance(seen, str)  # as `_why_not` has found
+            gradient = torch.empty_like(rows_of(local, first, rows)) if seen[0] is not None else None
+            if gradient is not None and seen[0] is not None:
+                gradient.copy_(rows_of(seen[0], first, rows))
+            samples.append(_Sample(names[id(parameter)], parameter, local, first, rows, gradient))
+            state = state_rows(local_state(optimizer, parameter), local, first, rows)
+            own = {key: _cloned(value) for key, value in state.items()}
+            clone = double_of(parameter, rows_of(local, first, rows).clone())
+            members.append(Member(group=g, parameter=clone, state=own))
         shared = {key: _copied(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         return _Trial(call, Double(optimizer, members, shared), samples, _hidden(optimizer))
 
     def _difference(self, optimizer: optim.Optimizer, trial: _Trial) -> str:
         """The first thing that is not as the double has it."""
         for sample, member in zip(trial.samples, trial.double.members, strict=True):
-            if not _same(rows_of(sample.parameter, sample.first, sample.rows), member.parameter):
+            if not _same(rows_of(sample.local, sample.first, sample.rows), member.parameter):
                 return sample.name
-            state = optimizer.state.get(sample.parameter, {})
+            state = local_state(optimizer, sample.parameter)
             for key in {**state, **member.state}:
-                real = state.get(key)
-                if has_rows(real, sample.parameter):
+                real: Any = state.get(key)
+                if has_rows(real, sample.local):
                     real = rows_of(real, sample.first, sample.rows)
                 if not _same(real, member.state.get(key)):
                     return f"{key} of {sample.name}"
         return ""
+
+
+def _why_not(optimizer: optim.Optimizer) -> str:
+    """Why steps of an optimizer cannot be repeated from what is recorded on this rank; empty if that can be tried."""
+    reason = why_not(stepping(optimizer))
+    for _, parameter, _ in () if reason else stepped_by(optimizer):
+        found = gradients_of([parameter], placements_of([parameter]))
+        if isinstance(found, str):
+            return f"{type(stepping(optimizer)).__qualname__}: {found}"
+    return reason
 
 
 def _sampled(parameter: Tensor, sliceable: bool) -> tuple[int, int]:

@@ -178,6 +178,11 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 SHARDED = "sharded_param"
 
 
+def has_sharded(model: nn.Module) -> bool:
+    """Whether any of its parameters is a DTensor, wherever that is at the moment."""
+    return bool(sharded_parameters(model)) or any(map(is_sharded, model.parameters()))
+
+
 # -- optimizers that have the state of some parameters only
 
 

@@ -17,7 +17,9 @@ import msgspec
 from everstep.capture.gradients import Recorder
 from everstep.capture.layout import Subjects, is_replicated
 from everstep.capture.life import Life
+from everstep.capture.sharded import has_sharded, local_of
 from everstep.capture.snapshot import Capture
+from everstep.capture.stepped import why_no_log
 from everstep.capture.update import kinds_of_device, parameters_of, why_no_replica
 from everstep.config import Strategy
 from everstep.events import Chose, Degraded, Sink, Tuned
@@ -31,9 +33,9 @@ WINDOW = 64  # steps between two decisions
 
 def followed(subjects: Subjects, emit: Sink) -> str:
     """On which kinds of device the state is that a replica is to follow; empty, and an event, if none can."""
-    if subjects.why_no_log():
+    if why_no_log(subjects):
         return ""  # and no log either, as the steering says
-    reason = next(filter(None, map(why_no_replica, subjects.optimizers)), "")
+    reason = subjects.what_is_sharded() or next(filter(None, map(why_no_replica, subjects.optimizers)), "")
     if subjects.compressor is not None:
         reason = "gradients are compressed, and a replica cannot follow that"
     if reason:
@@ -47,7 +49,7 @@ class Steering:
         self._rarely = REBASE if is_followed else 1
         self._subjects, self._capture, self._life = subjects, capture, life
         settings, topology = life.settings, life.topology
-        reason = subjects.why_no_log()
+        reason = why_no_log(subjects)
         self._asked: Strategy = "snapshot" if reason else settings.strategy
         if self._asked != settings.strategy:
             life.emit(Degraded(what="there is no log, every step is a base", reason=reason))
@@ -57,7 +59,8 @@ class Steering:
             capture=settings.capture, durable=settings.tiers.disk.cadence, budget=settings.overhead_budget,
         )  # fmt: skip
         # Ranks that do not wait for each other in every step may not wait for each other here either.
-        self._in_step = topology.world == 1 or all(map(is_replicated, subjects.models))
+        # Those of a mesh do, and every mesh has all ranks.
+        self._in_step = topology.world == 1 or all(is_replicated(m) or has_sharded(m) for m in subjects.models)
         self._told_interval: int | None = None
         self._told_strategy: Way | None = None
         self._steps: deque[float] = deque(maxlen=WINDOW)
@@ -153,6 +156,8 @@ class Steering:
         packed = self._subjects.compressor.packed if self._subjects.compressor is not None else {}
         if packed:
             return sum(array.nbytes for _, arrays in packed.values() for array in arrays.values())
-        updated = sum(p.nbytes for o in self._subjects.optimizers for p in parameters_of(o) if p.requires_grad)
+        updated = sum(
+            local_of(p).nbytes for o in self._subjects.optimizers for p in parameters_of(o) if p.requires_grad
+        )
         whole = sum(entry.tensor.nbytes for entry in shape.listing.entries)
         return int(base_bytes * updated / max(whole, 1))

@@ -23,6 +23,7 @@ from everstep.errors import EverstepError
 from everstep.types import OptimizerInfo
 
 _HALF = 0.5
+_OF_DTENSORS = ("_local_tensor", "_spec")  # which a double is none of
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.NAdam,
     optim.RAdam, optim.Adamax, optim.ASGD,
@@ -139,6 +140,21 @@ def parameters_of(optimizer: optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def over(
+    optimizer: optim.Optimizer, groups: Mapping[int, Sequence[Tensor]], state: Mapping[Any, Any]
+) -> optim.Optimizer:
+    """The class and attributes of an optimizer over other tensors, in some of its groups, and none of its hooks."""
+    double = object.__new__(type(optimizer))  # copy.copy would forget the attributes
+    hooks: dict[str, Any] = {
+        key: OrderedDict() for key in vars(optimizer) if key.startswith("_optimizer_") and "hooks" in key
+    }
+    vars(double).update({**vars(optimizer), **hooks})
+    vars(double).pop("step", None)  # a scheduler's
+    double.state = defaultdict(dict, state)
+    double.param_groups = [{**optimizer.param_groups[g], "params": list(params)} for g, params in groups.items()]
+    return double
+
+
 @dataclass(slots=True, kw_only=True)
 class Member:
     """One parameter of a double."""
@@ -155,21 +171,10 @@ class Double:
         self.members = members
         self._real = optimizer
         self.shared = shared  # state that belongs to no parameter
-        self._double = object.__new__(type(optimizer))  # copy.copy would forget the attributes
-        hooks: dict[str, Any] = {
-            key: OrderedDict() for key in vars(optimizer) if key.startswith("_optimizer_") and "hooks" in key
-        }
-        vars(self._double).update({**vars(optimizer), **hooks})
-        vars(self._double).pop("step", None)  # a scheduler's
-        self._double.state = defaultdict(dict, shared)
         self._groups = sorted({member.group for member in members})
-        self._double.param_groups = [
-            {**optimizer.param_groups[g], "params": [m.parameter for m in members if m.group == g]}
-            for g in self._groups
-        ]
-        for member in members:
-            if member.state:
-                self._double.state[member.parameter] = member.state
+        groups = {g: [m.parameter for m in members if m.group == g] for g in self._groups}
+        state = {member.parameter: member.state for member in members if member.state}
+        self._double = over(optimizer, groups, {**shared, **state})
 
     @torch.no_grad()
     def step(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
@@ -217,7 +222,7 @@ def without_global_hooks() -> Iterator[None]:
 def double_of(parameter: Tensor, data: Tensor) -> nn.Parameter:
     """A parameter over other memory, with the attributes that optimizers look at."""
     double = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    vars(double).update(vars(parameter))
+    vars(double).update({key: value for key, value in vars(parameter).items() if key not in _OF_DTENSORS})
     return double
 
 

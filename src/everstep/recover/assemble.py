@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from everstep.errors import Damaged, Mismatch
 from everstep.image import ImageLayout, extras_of
 from everstep.recover.needs import Needs, overlap
 from everstep.store.manifest import uncovered
-from everstep.types import ImageInfo, Piece
+from everstep.types import ImageInfo, Piece, Place
 
 Image = tuple[ImageLayout, ImageInfo, memoryview]
 
@@ -47,15 +46,20 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor in memory of its own."""
+        shape = self.pieces[name][0][0].shape
+        return self.part(name, Place(shape, (0,) * len(shape), shape))
+
+    def part(self, name: str, place: Place) -> Tensor:
+        """A box of a tensor, in memory of its own."""
         pieces = self.pieces[name]
-        if sum(part.numel() for _, part in pieces) != math.prod(pieces[0][0].shape):
+        found = torch.empty(place.extent, dtype=pieces[0][1].dtype)
+        filled = 0
+        for into, part in _common(pieces, found, place.start):
+            into.copy_(part)
+            filled += part.numel()
+        if filled != found.numel():
             raise Damaged(f"{name} is not there as a whole", step=self.step)
-        if len(pieces) == 1 and pieces[0][0].whole:
-            return pieces[0][1].clone(memory_format=torch.contiguous_format)
-        whole = torch.empty(pieces[0][0].shape, dtype=pieces[0][1].dtype)
-        for piece, part in pieces:
-            whole[_box(piece)].copy_(part)
-        return whole
+        return found
 
     def state_names(self, prefix: str) -> dict[str, dict[str, str]]:
         """The tensors of an optimizer's state: parameter -> key -> full name."""
@@ -105,6 +109,11 @@ def view(images: dict[int, Image], step: int, needs: Needs) -> Checkpoint:
     return checkpoint
 
 
+def whole_views(images: dict[int, Image], step: int) -> Callable[[int], Checkpoint]:
+    """All of the images, as each of the old ranks sees it: with its own of what is each rank's own."""
+    return lambda rank: view(images, step, Needs(None, rank, len(images)))
+
+
 def tensor_in(data: memoryview, piece: Piece) -> Tensor:
     """A piece's bytes as the tensor that they are."""
     if not data:
@@ -126,10 +135,6 @@ def _position(found: Image, step: int, rank: int) -> Any:
     if not isinstance(tree, dict) or tree.get("step") != step:
         raise Damaged(f"the extras are not of step {step}", step=step, rank=rank)
     return tree.get("position")
-
-
-def _box(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(s, s + e) for s, e in zip(piece.start, piece.extent, strict=True))
 
 
 # -- into the objects

@@ -213,9 +213,8 @@ def _chains(sources: Sources, survey: Survey, step: int | None) -> list[Plan]:
 
 def check_chain(sources: Sources, survey: Survey, plan: Plan) -> Finding:
     """Repeat the steps of a plan, and compare with the digests of training, and with the base of the last step."""
-    from everstep.recover.assemble import view
+    from everstep.recover.assemble import whole_views
     from everstep.recover.chain import BadRecord, fetch_chain
-    from everstep.recover.needs import Needs
     from everstep.recover.rebuild import NeedsProgram, differs_from, rebuild
 
     assert plan.step is not None and plan.base is not None
@@ -226,17 +225,16 @@ def check_chain(sources: Sources, survey: Survey, plan: Plan) -> Finding:
     def finding(problem: str = "", note: str = "") -> Finding:
         return Finding(step=int(plan.step or 0), source=source, rank=-1, bytes=size, problem=problem, note=note)
 
-    def fetched(parts: tuple[Holding, ...], step: int) -> Any:
-        needs = Needs(None, 0, parts[0].world)
-        return view({h.rank: sources.fetch(h, copy=True) for h in parts}, step, needs)
+    def fetched(parts: tuple[Holding, ...], step: int) -> Callable[[int], Any]:
+        return whole_views({h.rank: sources.fetch(h, copy=True) for h in parts}, step)
 
     repeated = f"steps {plan.base + 1} to {plan.step} repeated from base {plan.base}"
     try:
         chain = fetch_chain(sources, plan, 0, copy=True)
         assert chain is not None
-        rebuilt = rebuild(fetched(plan.parts, plan.base), chain)
+        rebuilt = rebuild(fetched(plan.parts, plan.base), chain, 0)
         following = [parts for parts, _ in reaches(survey, {sources.node}) if parts[0].step == plan.step]
-        other = differs_from(rebuilt, fetched(following[-1], plan.step)) if following else None
+        other = differs_from(rebuilt, fetched(following[-1], plan.step)(0)) if following else None
     except NeedsProgram as error:
         return finding(note=f"not repeated: {error}")
     except Diverged as error:

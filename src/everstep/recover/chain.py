@@ -22,8 +22,9 @@ from everstep.capture.layout import TORCH_DTYPES
 from everstep.capture.update import Consumed, recorded_call
 from everstep.errors import Damaged, EverstepError
 from everstep.recover.assemble import Checkpoint
+from everstep.recover.needs import overlap
 from everstep.recover.shelf import RecordImage
-from everstep.types import Holding, Piece, Plan, Records
+from everstep.types import Holding, Piece, Place, Plan, Records
 
 
 class Reader(Protocol):
@@ -40,6 +41,22 @@ class Chain:
 
     consumed: list[Consumed]
     last: Checkpoint
+    _images: dict[int, dict[int, RecordImage]]  # step -> rank
+
+    @property
+    def stepped(self) -> dict[int, dict[str, Place] | None]:
+        """What the optimizers of each old rank stepped; None: everything."""
+        return {rank: image.info.stepped for rank, image in sorted(self._images[self.last.step].items())}
+
+    @property
+    def had_own(self) -> bool:
+        """Whether parameters were trained that are each rank's own."""
+        image = next(iter(self._images[self.last.step].values()))
+        return any(piece.private and piece.name.startswith(GRADIENT) for piece in image.layout.pieces)
+
+    def consumed_by(self, rank: int) -> list[Consumed]:
+        """The same as an old rank has seen it."""
+        return _all_consumed(self._images, rank)
 
 
 class BadRecord(Exception):
@@ -53,21 +70,24 @@ def fetch_chain(sources: Reader, plan: Plan, rank: int, *, copy: bool = False) -
     if not plan.records or plan.step is None or plan.base is None:
         return None
     images, values = _fetch_all(sources, plan, copy)
-    maps: dict[tuple[int, ...], _Map] = {}
-    consumed = []
-    for step in range(plan.base + 1, plan.step + 1):
-        found = images[step]
-        key = tuple(found[one].layout.digest for one in sorted(found))
-        if key not in maps:
-            maps[key] = _Map(found, rank)
-        consumed.append(_consumed(step, found, maps[key], rank))
     last = _last(plan.step, images[plan.step], rank)
     own = rank if rank in values else 0
     for one, value in values.items():
         for piece in value.layout.pieces:
             if not piece.private or one == own:
                 last.pieces.setdefault(piece.name, []).append((piece, value.tensor(piece)))
-    return Chain(consumed, last)
+    return Chain(_all_consumed(images, rank), last, images)
+
+
+def _all_consumed(images: dict[int, dict[int, RecordImage]], rank: int) -> list[Consumed]:
+    maps: dict[tuple[int, ...], _Map] = {}
+    consumed = []
+    for step, found in sorted(images.items()):
+        key = tuple(found[one].layout.digest for one in sorted(found))
+        if key not in maps:
+            maps[key] = _Map(found, rank)
+        consumed.append(_consumed(step, found, maps[key], rank))
+    return consumed
 
 
 def _fetch_all(
@@ -95,16 +115,43 @@ def _fetch_all(
 
 
 class _Map:
-    """In which rank's image the rows of each gradient lie; the same for all steps of one layout."""
+    """In which rank's image the parts of each gradient lie; the same for all steps of one layout."""
 
     def __init__(self, images: dict[int, RecordImage], rank: int) -> None:
         own = rank if rank in images else 0
+        self.stepped = images[own].info.stepped
         self.pieces: dict[str, list[tuple[int, Piece]]] = {}
         for one, image in sorted(images.items()):
             for piece in image.layout.pieces:
                 if piece.name.startswith(GRADIENT) and (one == own or not piece.private):
                     self.pieces.setdefault(piece.name.removeprefix(GRADIENT), []).append((one, piece))
         self.packed = _packed(images)
+        self.own = {name for name, pieces in self.pieces.items() if any(one == own for one, _ in pieces)}
+
+    def gradient(self, images: dict[int, RecordImage], name: str, first: int, rows: int) -> Tensor:
+        """Some rows of what a rank steps of a parameter."""
+        pieces = self.pieces[name]
+        start, extent = (0,) * len(pieces[0][1].shape), pieces[0][1].shape
+        if self.stepped is not None:
+            start, extent = self.stepped[name].start, self.stepped[name].extent
+        if not extent:
+            return images[pieces[0][0]].tensor(pieces[0][1])
+        start, extent = (start[0] + first, *start[1:]), (rows, *extent[1:])
+        parts = []
+        for one, piece in pieces:
+            found = overlap(piece, start, extent)
+            if found is not None:
+                parts.append((images[one].tensor(piece)[found[0]], found[1]))
+        if len(parts) == 1 and parts[0][0].shape == extent:
+            return parts[0][0]
+        box = torch.empty(extent, dtype=TORCH_DTYPES[pieces[0][1].dtype])
+        filled = 0
+        for part, in_box in parts:
+            box[in_box] = part
+            filled += part.numel()
+        if filled != box.numel():
+            raise Damaged(f"{filled} of {box.numel()} elements of the gradient of {name} are in the records")
+        return box
 
 
 @dataclass(slots=True)
@@ -182,22 +229,15 @@ def _consumed(step: int, images: dict[int, RecordImage], map: _Map, rank: int) -
     def gradient(name: str, first: int, rows: int) -> Tensor:
         if name in map.packed:
             return map.packed[name].rows(images, first, rows)
-        parts = []
-        for one, piece in map.pieces[name]:
-            tensor = images[one].tensor(piece)
-            if not piece.start:
-                return tensor
-            begin, end = max(first, piece.start[0]), min(first + rows, piece.start[0] + piece.extent[0])
-            if begin < end or rows == 0:
-                parts.append(tensor.narrow(0, begin - piece.start[0], end - begin))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return map.gradient(images, name, first, rows)
 
     calls = []
     for call in trees[own]["calls"]:
         index = call["optimizer"]
-        absent = {
+        others = {
             name for tree in trees.values() for c in tree["calls"] if c["optimizer"] == index for name in c["absent"]
         }
+        absent = {*call["absent"], *(others - map.own)}  # what a rank has recorded itself was there, or it says so
         calls.append(recorded_call(call, images[own].named(f"{CALL}{index}."), absent))
     return Consumed(step=step, calls=calls, gradient=gradient, digest=_digest(images, trees, own))
 
@@ -226,7 +266,9 @@ def _last(step: int, images: dict[int, RecordImage], rank: int) -> Checkpoint:
         step=step, world=image.info.world, info=image.info, extras=_tree(image, step), own=rank in images
     )
     found.positions = [_tree(images[one], step).get("position") for one in sorted(images)]
-    for piece in image.layout.pieces:
-        if not piece.name.startswith((GRADIENT, PACKED, CALL, DIGEST)):
-            found.pieces[piece.name] = [(piece, image.tensor(piece))]
+    for one, image in sorted(images.items()):
+        for piece in image.layout.pieces:
+            is_value = not piece.name.startswith((GRADIENT, PACKED, CALL, DIGEST))
+            if is_value and (one == own or not piece.private):
+                found.pieces.setdefault(piece.name, []).append((piece, image.tensor(piece)))
     return found

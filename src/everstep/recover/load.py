@@ -13,12 +13,14 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
+import xxhash
 
 from everstep.capture.layout import Subjects
+from everstep.capture.stepped import places
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Fetched, Rejected, Sink
 from everstep.image import FORMAT
-from everstep.recover.assemble import Checkpoint, Image, view
+from everstep.recover.assemble import Checkpoint, Image, view, whole_views
 from everstep.recover.carry import Carrier
 from everstep.recover.chain import BadRecord, Chain, fetch_chain
 from everstep.recover.make_good import rebuild_parts
@@ -27,7 +29,7 @@ from everstep.recover.plan import leaving_out, make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
 from everstep.store.manifest import encode
 from everstep.topology import Topology, exchange
-from everstep.types import Attempt, Holding, ParityHolding, Plan, Records, Rejection, Survey
+from everstep.types import Attempt, Holding, ParityHolding, Place, Plan, Records, Rejection, Survey
 
 
 class Report(msgspec.Struct):
@@ -45,6 +47,9 @@ class Found:
     base: Checkpoint
     chain: Chain | None
     plan: Plan
+    views: Callable[[int], Checkpoint] | None = (
+        None  # all of the base, if the chain cannot be repeated in place: ranks had other parts
+    )
 
     @property
     def latest(self) -> Checkpoint:
@@ -64,7 +69,8 @@ def find(
     `limit`: no step after this one, because the way there was found to be wrong. `subjects`: only what they need.
     """
     needs = Needs(subjects, topology.rank, topology.world)
-    return search(sources, topology, emit, partial(_fetch, needs), limit=limit)
+    stepped = exchange(_digest(places(subjects) if subjects is not None else None), topology)
+    return search(sources, topology, emit, partial(_fetch, needs, stepped), limit=limit)
 
 
 def search(
@@ -107,14 +113,38 @@ def search(
             survey = without(survey, what, reason)
 
 
-def _fetch(needs: Needs, carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
+def _digest(stepped: dict[str, Place] | None) -> bytes:
+    return xxhash.xxh3_128_digest(msgspec.json.encode(stepped, order="deterministic"))
+
+
+def _repeats_in_place(chain: Chain, stepped: list[bytes]) -> bool:
+    """Whether every rank now steps what the old rank of its number did, or all ranks have and had everything."""
+    old = [_digest(places) for places in chain.stepped.values()]
+    if len(old) == len(stepped):
+        return old == stepped
+    return {*old, *stepped} == {_digest(None)} and not (chain.had_own and len(old) > 1)
+
+
+def _fetch(needs: Needs, stepped: list[bytes], carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
+    """`stepped`: what the optimizers of each rank step now, as digests."""
+    chain, bad_chain = None, Report([])
+    try:
+        chain = fetch_chain(carrier, plan, rank)
+    except BadRecord as error:
+        if isinstance(error.what, Holding):
+            bad_chain = Report([(error.what, error.reason)])
+        else:
+            bad_chain = Report([], [(error.what, error.reason)])
+    if not carrier.is_agreed(bad_chain == Report([])):
+        return None, bad_chain
+    in_place = chain is None or _repeats_in_place(chain, stepped)
     images: dict[int, Image] = {}
     bad: list[tuple[Holding, str]] = []
     for holding in plan.parts:
         if holding.source == "parity":
             continue
         try:
-            images[holding.rank] = carrier.image(holding, None if plan.parities else needs)
+            images[holding.rank] = carrier.image(holding, needs if in_place and not plan.parities else None)
         except (EverstepError, OSError) as error:
             bad.append((holding, str(error)))
     bad_parities: list[tuple[ParityHolding, str]] = []
@@ -130,12 +160,7 @@ def _fetch(needs: Needs, carrier: Carrier, plan: Plan, rank: int) -> tuple[Found
             bad = [(holding, str(error)) for holding in plan.parts]
     if not carrier.is_agreed(not bad and not bad_parities) or base is None:
         return None, Report(bad, [], bad_parities)
-    try:
-        return Found(base, fetch_chain(carrier, plan, rank), plan), Report([])
-    except BadRecord as error:
-        if isinstance(error.what, Holding):
-            return None, Report([(error.what, error.reason)])
-        return None, Report([], [(error.what, error.reason)])
+    return Found(base, chain, plan, None if in_place else whole_views(images, base.step)), Report([])
 
 
 def _nothing_left(plan: Plan) -> Damaged:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.capture.layout import Subjects, optimizer_name
 from everstep.capture.sharded import is_zero, stepping
 from everstep.image import ImageLayout
-from everstep.types import ImageInfo, Piece
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where this rank's part of a tensor lies."""
-
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    extent: tuple[int, ...]
+from everstep.types import ImageInfo, Piece, Place
 
 
 class Some(Protocol):

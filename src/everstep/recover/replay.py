@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
 from everstep.capture.digest import MODULUS, added, digest, number, state_digest
 from everstep.capture.layout import Entry, Share, Subjects, optimizer_name, share
+from everstep.capture.sharded import is_zero, local_of, stepping
+from everstep.capture.stepped import local_state, stepped_by
 from everstep.capture.update import (
     Call,
     Consumed,
@@ -30,13 +34,11 @@ from everstep.capture.update import (
     is_sliceable,
     like_parameter,
     parameters_of,
-    rebuild,
     rows_of,
     state_rows,
     without_global_hooks,
 )
 from everstep.errors import Diverged
-from everstep.recover.assemble import Checkpoint
 from everstep.recover.gather import broadcast
 from everstep.topology import Topology, exchange
 
@@ -48,7 +50,13 @@ def replay(subjects: Subjects, steps: Sequence[Consumed], topology: Topology) ->
 
     Raises Diverged, on every rank, if a digest does not fit; the state is then of no use.
     """
-    proof = _Proof(steps)
+    proof = Proof(steps)
+    advance(subjects, steps, topology, proof)
+    return proof.verdict(topology)
+
+
+def advance(subjects: Subjects, steps: Sequence[Consumed], topology: Topology, proof: Proof) -> None:
+    """The same without a verdict, for whoever has several subjects to prove together."""
     alone = _independent(subjects)
     with without_global_hooks():
         if len(alone) < len(subjects.optimizers):
@@ -57,35 +65,17 @@ def replay(subjects: Subjects, steps: Sequence[Consumed], topology: Topology) ->
             _Slabs(subjects, index, steps, topology).replay(proof)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # uploads may still read what holds the gradients
-    return proof.verdict(topology)
 
 
-def subjects_of(checkpoint: Checkpoint) -> Subjects:
-    """What the optimizers of a checkpoint work on, as objects of a program that is not there; on the host."""
-    models: dict[str, nn.Module] = {"model": nn.Module()}
-    parameters: dict[str, nn.Parameter] = {}
-    for info in checkpoint.info.optimizers:
-        for name in (name for group in info.groups for name in group if name not in parameters):
-            parameters[name] = nn.Parameter(checkpoint.tensor(name))
-            kind, _, rest = name.partition(".")
-            if kind == "extra":
-                key, _, rest = rest.partition(".")
-                kind = f"extra.{key}"
-            if kind != "optimizer":  # its own parameters are named by their place in it
-                models.setdefault(kind, nn.Module())._parameters[rest] = parameters[name]
-    optimizers = []
-    for i, (info, saved) in enumerate(zip(checkpoint.info.optimizers, checkpoint.extras["optimizers"], strict=True)):
-        prefix = optimizer_name(i, len(checkpoint.info.optimizers))
-        tensors = checkpoint.state_names(prefix)
-        state = {
-            name: {key: checkpoint.tensor(full) for key, full in tensors.get(name, {}).items()}
-            | saved["plain"].get(name, {})
-            for group in info.groups
-            for name in group
-        }
-        optimizers.append(rebuild(info, parameters, saved["groups"], state))
-    extras = {kind.removeprefix("extra."): model for kind, model in models.items() if kind != "model"}
-    return Subjects(models=[models["model"]], optimizers=optimizers, modules=extras)
+@contextmanager
+def as_many_threads(extras: Mapping[str, Any]) -> Iterator[None]:
+    """As torch had in training, by what a record says: where a kernel cuts a tensor decides its last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(extras["threads"])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _independent(subjects: Subjects) -> list[int]:
@@ -97,14 +87,16 @@ def _independent(subjects: Subjects) -> list[int]:
     return [
         i
         for i, optimizer in enumerate(subjects.optimizers)
-        if is_elementwise(optimizer) and all(holders[id(parameter)] == 1 for parameter in parameters_of(optimizer))
+        if is_elementwise(stepping(optimizer)) and all(holders[id(p)] == 1 for p in parameters_of(optimizer))
     ]
 
 
-class _Proof:
+class Proof:
     """Sums up digests, and compares them with those that were taken in training."""
 
-    def __init__(self, steps: Sequence[Consumed]) -> None:
+    def __init__(self, steps: Sequence[Consumed], counts: Callable[[str], bool] = lambda _: True) -> None:
+        """`counts`: whether a tensor is among those of which the digests were taken."""
+        self.counts = counts
         self._expected = {one.step: sum(one.digest) % MODULUS for one in steps if one.digest is not None}
         self._common = dict.fromkeys(self._expected, 0)
         self._private = dict.fromkeys(self._expected, 0)
@@ -137,11 +129,14 @@ class _Proof:
 
 @torch.no_grad()
 def _whole(
-    subjects: Subjects, optimizers: list[int], steps: Sequence[Consumed], topology: Topology, proof: _Proof
+    subjects: Subjects, optimizers: list[int], steps: Sequence[Consumed], topology: Topology, proof: Proof
 ) -> None:
     names = subjects.names()
     whole = {
-        i: [_Part(g, p, names[id(p)], 0, p.shape[0] if p.dim() else 1) for g, p in _by_group(subjects.optimizers[i])]
+        i: [
+            _Part(g, p, p, names[id(p)], 0, p.shape[0] if p.dim() else 1)
+            for g, p, _ in stepped_by(subjects.optimizers[i])
+        ]
         for i in optimizers
     }
     doubles = {i: _double(subjects.optimizers[i], parts) for i, parts in whole.items()}
@@ -155,16 +150,13 @@ def _whole(
             proof.add(one.step, state_digest(share(mine, topology.rank, topology.world)))
 
 
-def _by_group(optimizer: optim.Optimizer) -> Iterator[tuple[int, Tensor]]:
-    return ((g, parameter) for g, group in enumerate(optimizer.param_groups) for parameter in group["params"])
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some rows of a parameter."""
+    """Some rows of what this rank steps of a parameter."""
 
     group: int
-    parameter: Tensor
+    key: Tensor  # the parameter itself
+    parameter: Tensor  # what is stepped
     name: str
     first: int
     rows: int
@@ -223,15 +215,17 @@ class _Slabs:
 
     def __init__(self, subjects: Subjects, index: int, steps: Sequence[Consumed], topology: Topology) -> None:
         self._index, self._topology = index, topology
-        self._optimizer = subjects.optimizers[index]
+        self._optimizer = stepping(subjects.optimizers[index])
+        self._is_zero = is_zero(subjects.optimizers[index])
         self._prefix = optimizer_name(index, len(subjects.optimizers))
         self._names = subjects.names()
-        self._common = {id(e.tensor): e.common for e in subjects.listing().entries}
-        self._before = {p: dict(self._optimizer.state.get(p, {})) for p in parameters_of(self._optimizer)}
+        self._all = parameters_of(subjects.optimizers[index])
+        self._stepped = stepped_by(self._optimizer)
+        self._entries = {id(e.held): e for e in subjects.listing().entries}
+        self._before = {p: local_state(self._optimizer, p) for _, p, _ in self._stepped}
         self._sliceable = {
-            p: is_sliceable(self._optimizer, group, p)
-            for group in self._optimizer.param_groups
-            for p in group["params"]
+            local: is_sliceable(self._optimizer, self._optimizer.param_groups[g], local)
+            for g, _, local in self._stepped
         }
         self._owned = [self._rows_of(rank) for rank in range(topology.world)]
         lock = threading.Lock()
@@ -241,7 +235,15 @@ class _Slabs:
         ]
 
     def _splits(self, parameter: Tensor) -> bool:
-        return self._topology.world > 1 and self._common[id(parameter)] and parameter.dim() > 0
+        """Whether ranks replay a part each of what all of them have."""
+        entry = self._entries[id(parameter)]
+        return (
+            self._topology.world > 1
+            and not self._is_zero
+            and entry.common
+            and entry.box is None
+            and parameter.dim() > 0
+        )
 
     def _rows_of(self, rank: int) -> dict[int, Share]:
         """Which rows of which parameters a rank replays for all; of those that cannot be sliced, all rows or none."""
@@ -254,7 +256,7 @@ class _Slabs:
                 common=True,
                 family=self._names[id(p)],
             )
-            for p in parameters_of(self._optimizer)
+            for _, p, _ in self._stepped
             if self._splits(p)
         ]
         owned = {}
@@ -267,7 +269,7 @@ class _Slabs:
         return owned
 
     @torch.no_grad()
-    def replay(self, proof: _Proof) -> None:
+    def replay(self, proof: Proof) -> None:
         rowless: list[tuple[Tensor, dict[str, Any]]] = []
         for parts, double, sums in self._through_all_steps(proof):
             for step, some in sums.items():
@@ -278,7 +280,7 @@ class _Slabs:
             self._optimizer.state[parameter].update(state)
         self._gather()
 
-    def _through_all_steps(self, proof: _Proof) -> Iterator[_Advanced]:
+    def _through_all_steps(self, proof: Proof) -> Iterator[_Advanced]:
         """Slabs of rows by as many threads as torch has, each alone with its slab: they need not wait for each other.
 
         Whole parameters are left to torch, since it is by its number of threads that it divides them, tails and all.
@@ -299,52 +301,61 @@ class _Slabs:
         return self._sliceable[parameter] and parameter.device.type == "cpu"
 
     @torch.no_grad()
-    def _advanced(self, parts: list[_Part], proof: _Proof) -> _Advanced:
+    def _advanced(self, parts: list[_Part], proof: Proof) -> _Advanced:
         double = self._double(parts)
         sums = {}
         for one, call in self._steps:
             if call is not None:
                 _apply(double, parts, call, one)
             if proof.wants(one.step):
-                sums[one.step] = self._digest(parts, double)
+                sums[one.step] = self._digest(parts, double, proof)
         return parts, double, sums
 
     def _parts(self) -> Iterator[_Part]:
-        for group, parameter in _by_group(self._optimizer):
-            name, rows = self._names[id(parameter)], parameter.shape[0] if parameter.dim() else 1
-            first, end, counts = 0, rows, not self._common[id(parameter)] or self._topology.rank == 0
+        for group, parameter, local in self._stepped:
+            name, rows = self._names[id(parameter)], local.shape[0] if local.dim() else 1
+            first, end, counts = 0, rows, self._counts(parameter)
             if self._splits(parameter):
                 # A rank without rows replays none of them: the state that has no rows advances all the same.
                 mine = self._owned[self._topology.rank].get(id(parameter))
                 first, end, counts = (mine.first, mine.first + mine.rows, True) if mine else (0, 0, False)
             at_once = rows
-            if self._is_slab(parameter):
-                at_once = max(1, SLAB_ELEMENTS * rows // max(1, parameter.numel()))
+            if self._is_slab(local):
+                at_once = max(1, SLAB_ELEMENTS * rows // max(1, local.numel()))
             for at in range(first, max(end, first + 1), max(1, at_once)):
                 some = min(at_once, end - at)
-                yield _Part(group, parameter, name, at, some, at == first, counts)
+                yield _Part(group, parameter, local, name, at, some, at == first, counts)
+
+    def _counts(self, parameter: Tensor) -> bool:
+        """Whether it is for this rank to have the rows of a parameter in the digest, of all that replay them whole."""
+        entry = self._entries[id(parameter)]
+        if entry.box is not None:
+            return entry.box.sharers.index == 0
+        return self._is_zero or not entry.common or self._topology.rank == 0
 
     def _double(self, parts: Sequence[_Part]) -> Double:
         members = []
         for part in parts:
             rows = rows_of(part.parameter, part.first, part.rows)
-            state = state_rows(self._before[part.parameter], part.parameter, part.first, part.rows)
-            members.append(Member(group=part.group, parameter=double_of(part.parameter, rows), state=state))
+            state = state_rows(self._before[part.key], part.parameter, part.first, part.rows)
+            members.append(Member(group=part.group, parameter=double_of(part.key, rows), state=state))
         return Double(self._optimizer, members, {})
 
-    def _digest(self, parts: Sequence[_Part], double: Double) -> tuple[Tensor, Tensor]:
+    def _digest(self, parts: Sequence[_Part], double: Double, proof: Proof) -> tuple[Tensor, Tensor]:
         """Common and private, as `state_digest` has them."""
         sums: tuple[list[Tensor], list[Tensor]] = ([], [])
         for part, member in zip(parts, double.members, strict=True):
+            entry, at = self._entries[id(part.key)], part.first * part.row_elements
+            is_shared = entry.common and entry.box is None  # as its state without rows is: of parts each has its own
+            rows = [(part.name, member.parameter.detach())]
+            for key, value in member.state.items():
+                name = f"{self._prefix}.state.{part.name}.{key}"
+                if has_rows(value, member.parameter):
+                    rows.append((name, value))
+                elif isinstance(value, Tensor) and part.first == 0 and (part.counts or not is_shared):
+                    sums[not is_shared].extend([digest(name, value)] if proof.counts(name) else [])
             if part.counts:
-                sink, at = sums[not self._common[id(part.parameter)]], part.first * part.row_elements
-                sink.append(digest(part.name, member.parameter, at))
-                for key, value in member.state.items():
-                    name = f"{self._prefix}.state.{part.name}.{key}"
-                    if has_rows(value, member.parameter):
-                        sink.append(digest(name, value, at))
-                    elif isinstance(value, Tensor) and part.first == 0:
-                        sink.append(digest(name, value))
+                sums[not entry.common].extend(digest(name, value, at) for name, value in rows if proof.counts(name))
         return added(sums[0]), added(sums[1])
 
     def _settle(self, part: _Part, member: Member) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -354,23 +365,35 @@ class _Slabs:
             if not has_rows(value, member.parameter):
                 rowless[key] = value
                 continue
-            state = self._optimizer.state[part.parameter]
+            state = self._optimizer.state[part.key]
             if not isinstance(state.get(key), Tensor):
                 state[key] = torch.empty_like(
-                    part.parameter, dtype=value.dtype, device=value.device, requires_grad=False
+                    part.key, dtype=value.dtype, device=value.device, requires_grad=False
                 ).detach()
-            target = rows_of(state[key], part.first, part.rows)
+            target = rows_of(local_of(state[key]), part.first, part.rows)
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
         if member.state and part.leads:
-            yield part.parameter, rowless
+            yield part.key, rowless
 
     def _gather(self) -> None:
         """Give every rank the rows that the others replayed."""
         if self._topology.world == 1:
             return
+        if self._is_zero:
+            self._gather_parameters()
+            return
         for rank, shares in enumerate(self._owned):
             broadcast(self._replayed(shares.values()), source=rank, rank=self._topology.rank)
+
+    def _gather_parameters(self) -> None:
+        """Every parameter from the rank that has its state, as ZeroRedundancyOptimizer does after a step."""
+        mine = [self._names[id(p)] for _, p, _ in self._stepped]
+        by_name = {self._names[id(p)]: p for p in self._all}
+        for rank, said in enumerate(exchange(msgspec.json.encode(mine), self._topology)):
+            theirs = [by_name[name].detach() for name in msgspec.json.decode(said, type=list[str])]
+            tensors = [tensor if tensor.dim() else tensor.view(1) for tensor in theirs]
+            broadcast(tensors, source=rank, rank=self._topology.rank)
 
     def _replayed(self, shares: Iterable[Share]) -> Iterator[Tensor]:
         for one in shares:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-import torch
-
 from everstep import topology
 from everstep.capture.position import Feed
 from everstep.errors import Diverged, Mismatch
 from everstep.events import Degraded, Rejected, Replayed, Sink
-from everstep.recover.assemble import Checkpoint
+from everstep.recover.assemble import Checkpoint, check
 from everstep.recover.load import Found, clear_attempt, find, note_attempt
-from everstep.recover.replay import replay
+from everstep.recover.rebuild import advanced
+from everstep.recover.replay import as_many_threads, replay
 from everstep.recover.state import State
 from everstep.recover.survey import Sources
 from everstep.timeline import Kind, Mark, unmarked
@@ -67,9 +66,14 @@ def _try(
 ) -> int | None:
     """None if all went well; else the last step that the records are good for."""
     try:
-        differing = state.restore(found.base, strict=strict)
+        if found.views is None:
+            differing = state.restore(found.base, strict=strict)
+        else:  # tensors come when the steps are repeated
+            differing = check(found.base, state.subjects, strict=strict)
+        if found.chain is not None and differing:
+            return _passed_over(found, differing, emit)
         if found.chain is not None:
-            limit = _passed_over(found, differing, emit) if differing else _replay(found, state, place, emit)
+            limit = _replay(found, state, place, strict=strict, emit=emit)
             if limit is not None:
                 return limit
         state.restore_rest(found.latest, is_record=found.chain is not None, strict=strict)
@@ -95,24 +99,31 @@ def _passed_over(found: Found, differing: list[str], emit: Sink) -> int:
     return found.base.step
 
 
-def _replay(found: Found, state: State, place: Topology, emit: Sink) -> int | None:
+def _replay(found: Found, state: State, place: Topology, *, strict: bool, emit: Sink) -> int | None:
+    """Repeat the chain in place, or beside the state if ranks had other parts; None, or the last step that is good."""
     assert found.chain is not None
     wanted, good, reason = found.latest.step, found.latest.step, "it diverged on another rank"
-    began, threads = time.monotonic(), torch.get_num_threads()
+    began, rebuilt = time.monotonic(), None
+    is_exact = not found.base.info.replica  # else training had other bits than digests tell
     try:
-        torch.set_num_threads(found.latest.extras["threads"])  # where a kernel cuts a tensor decides its last bits
-        consumed = found.chain.consumed
-        if found.base.info.replica:
-            consumed = [replace(one, digest=None) for one in consumed]  # training had other bits there
-        replay(state.subjects, consumed, place)
+        if found.views is None:
+            consumed = found.chain.consumed
+            consumed = consumed if is_exact else [replace(one, digest=None) for one in consumed]
+            with as_many_threads(found.latest.extras):
+                replay(state.subjects, consumed, place)
+        else:
+            rebuilt = advanced(
+                found.views, found.chain, place.rank if found.latest.own else 0, program=state.subjects,
+                compares=found.base.world != place.world, proves=is_exact,
+            )  # fmt: skip
     except Diverged as error:
         good, reason = max(error.proven or 0, found.base.step), str(error)
-    finally:
-        torch.set_num_threads(threads)
     good = min(int(answer) for answer in topology.exchange(str(good).encode(), place))
     if good < wanted:
         emit(Rejected(step=wanted, source="any", reason=reason))
         return good
+    if rebuilt is not None:
+        state.restore(rebuilt.checkpoint, strict=strict)
     steps = wanted - found.base.step
     emit(Replayed(rank=place.rank, base=found.base.step, steps=steps, seconds=time.monotonic() - began))
     return None

@@ -7,12 +7,11 @@ import warnings
 import msgspec
 
 from everstep.errors import BadConfig, Damaged, Diverged, EverstepError, NothingToRestore, ReplayedElsewhere
-from everstep.recover.assemble import Checkpoint, Image, view
+from everstep.recover.assemble import Checkpoint, Image, whole_views
 from everstep.recover.chain import BadRecord, Chain, fetch_chain
-from everstep.recover.needs import Needs
 from everstep.recover.plan import make_plan, reaches, up_to, without
 from everstep.recover.reach import in_words
-from everstep.recover.rebuild import NeedsProgram, rebuild
+from everstep.recover.rebuild import Base, NeedsProgram, rebuild
 from everstep.recover.survey import Sources
 from everstep.types import Holding, Plan, Records, Survey
 
@@ -31,14 +30,12 @@ def retrieve(sources: Sources, step: int | None, rank: int) -> Checkpoint:
         found = _fetch(sources, plan, rank)
         if isinstance(found, tuple):
             base, chain = found
-            return base if chain is None else _repeated(base, chain, everything)
+            return base(rank) if chain is None else _repeated(base, chain, rank, everything)
         for what, reason in found:
             survey = without(survey, what, reason)
 
 
-def _fetch(
-    sources: Sources, plan: Plan, rank: int
-) -> tuple[Checkpoint, Chain | None] | list[tuple[Holding | Records, str]]:
+def _fetch(sources: Sources, plan: Plan, rank: int) -> tuple[Base, Chain | None] | list[tuple[Holding | Records, str]]:
     """What a plan leads to, or what of it is no good."""
     assert plan.base is not None
     images: dict[int, Image] = {}
@@ -48,7 +45,9 @@ def _fetch(
         except (EverstepError, OSError) as error:
             return [(holding, str(error))]
     try:
-        return view(images, plan.base, Needs(None, rank, plan.world)), fetch_chain(sources, plan, rank, copy=True)
+        base = whole_views(images, plan.base)
+        base(rank)  # whatever is wrong with it shows here
+        return base, fetch_chain(sources, plan, rank, copy=True)
     except BadRecord as error:
         return [(error.what, error.reason)]
     except Damaged as error:
@@ -68,13 +67,13 @@ def _unreachable(step: int | None, plan: Plan, survey: Survey) -> EverstepError:
     return (Damaged if any(r.certain for r in reasons) else NothingToRestore)(text)
 
 
-def _repeated(base: Checkpoint, chain: Chain, survey: Survey) -> Checkpoint:
+def _repeated(base: Base, chain: Chain, rank: int, survey: Survey) -> Checkpoint:
     """A step between bases, by repeating what led to it."""
     step = chain.last.step
     bases = sorted({parts[0].step for parts, _ in reaches(survey, {h.node for h in survey.holdings})})
     nearest = min(bases, key=lambda one: abs(one - step))
     try:
-        rebuilt = rebuild(base, chain)
+        rebuilt = rebuild(base, chain, rank)
     except NeedsProgram as error:
         raise NeedsProgram(f"{error} There are bases of steps {in_words(bases)}.") from None
     except Diverged as error:
@@ -82,8 +81,8 @@ def _repeated(base: Checkpoint, chain: Chain, survey: Survey) -> Checkpoint:
     if rebuilt.foreign:
         proven = "no digest proves it" if rebuilt.proven is None else f"digests prove it up to step {rebuilt.proven}"
         warnings.warn(
-            f"step {step} was trained on {rebuilt.foreign} and repeated on the host from step {base.step}, which may "
-            f"round otherwise: {proven}. Step {nearest} is a base, and exact.",
+            f"step {step} was trained on {rebuilt.foreign} and repeated on the host from step {rebuilt.base}, which "
+            f"may round otherwise: {proven}. Step {nearest} is a base, and exact.",
             ReplayedElsewhere,
             stacklevel=4,
         )

@@ -46,8 +46,8 @@ class State:
         self.reductions = Reductions(self.subjects)
         self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
         if compressor is not None:
-            if self.subjects.why_no_log():
-                raise BadConfig(f"compress= is for gradients that every rank has: {self.subjects.why_no_log()}")
+            if self.subjects.what_is_sharded():
+                raise BadConfig(f"compress= is for gradients that every rank has: {self.subjects.what_is_sharded()}")
             compressor.bind(self.subjects.names())
         self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
         trees.encode(self.tree(), "state")

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from everstep.errors import Damaged, NewerFormat
-from everstep.image import CHUNK_BYTES, FORMAT, ORDERED_FORMAT, header_bytes
+from everstep.image import CHUNK_BYTES, FORMAT, NEWEST_FORMAT, header_bytes
 from everstep.store.tier import Tier
 from everstep.types import (
     Attempt,
@@ -117,7 +117,7 @@ def decode(
     data = bytes(data)
     try:
         version = msgspec.json.decode(data, type=_Format).format
-        known = ORDERED_FORMAT if kind is Part else FORMAT
+        known = NEWEST_FORMAT if kind is Part else FORMAT
         if version > known:
             newer = f"format {version}, and this Everstep reads up to {known}; upgrade it"
             raise NewerFormat(newer, tier=tier, file=file, step=step, rank=rank)
