@@ -21,11 +21,10 @@ from ranks import Nodes
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "examples" / "scr_app.py"
-LAUNCH = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+LAUNCH = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe"]
 
-with_mpi = pytest.mark.skipif(
-    shutil.which("mpirun") is None or find_spec("mpi4py") is None, reason="needs OpenMPI's mpirun and mpi4py"
-)
+with_mpi = pytest.mark.skipif(MPIRUN is None or find_spec("mpi4py") is None, reason="needs OpenMPI's mpirun and mpi4py")
 
 ROUND_TRIP = f"""
 import sys
