@@ -217,7 +217,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(feature: Loop) -> None:
 
 LOGGED: list[Loop] = [
     adam, fused, capturable_with_tensor_rate, scaled, fused_and_scaled, channels_last, compiled, nccl_with_one_rank,
-    graphed_but_for_the_step, largest_gradients, eight_bits, nccl_and_largest_gradients,
+    fsdp_with_one_rank, graphed_but_for_the_step, largest_gradients, eight_bits, nccl_and_largest_gradients,
 ]  # fmt: skip
 
 
