@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from everstep.capture.arena import Arena, ArenaKind
-from everstep.errors import Damaged
+from everstep.errors import Damaged, KeeperLost
 from everstep.image import FORMAT, ImageLayout, lay_out
 from everstep.keeper import client
 from everstep.keeper import session as sessions
 from everstep.keeper.keeper import Keeper
 from everstep.keeper.lane import HeldBase
 from everstep.keeper.logbook import Logbook
+from everstep.keeper.process import keeper_log
 from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer, Release
 from everstep.keeper.session import Session, lease_all
 from everstep.store.disk import DiskTier
@@ -176,3 +177,22 @@ def test_what_is_held_for_others_to_read_is_not_another_base(tmp_path: Path) -> 
     session.arena.seal(1, step=6, cut_time=0.0, generation="1")
     with pytest.raises(Damaged):
         held.images()
+
+
+def hung_up(_: str) -> Channel:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    return Channel(ours)
+
+
+@pytest.mark.parametrize("words", ["", "Traceback\n  File\nBadConfig: keepers of several nodes need zmq\n\n"])
+def test_the_trainer_says_what_a_keeper_died_of_that_hung_up(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper_log(tmp_path).write_text(words)
+    monkeypatch.setattr(client, "connect", hung_up)
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    with pytest.raises(KeeperLost, match="after 5 attempts") as found:
+        client.KeeperClient("process", RUN, tmp_path, lambda _: None).open(hello(tmp_path))
+    assert ("BadConfig: keepers of several nodes need zmq" in str(found.value)) == bool(words)
+    assert (str(keeper_log(tmp_path)) in str(found.value)) == bool(words)

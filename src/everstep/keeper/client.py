@@ -20,7 +20,7 @@ from everstep.capture.arena import MEMFD, Arena, ArenaKind
 from everstep.config import KeeperKind
 from everstep.errors import EverstepError, KeeperLost
 from everstep.events import Degraded, Sink
-from everstep.keeper.process import start
+from everstep.keeper.process import keeper_log, last_words, start
 from everstep.keeper.protocol import (
     AnyMessage,
     AskDurable,
@@ -123,6 +123,8 @@ class KeeperClient:
             except KeeperLost as error:
                 failure = f": {error}"
             time.sleep(0.1 * attempt)  # it was just ending: a new one will do
+        if words := last_words(self._directory):
+            failure += f"; the last words of one: {words} (all of them: {keeper_log(self._directory)})"
         raise KeeperLost(f"no keeper for {self._directory} after {_ATTEMPTS} attempts{failure}")
 
     def _is_welcome(self, channel: Channel) -> bool:

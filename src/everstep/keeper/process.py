@@ -41,6 +41,15 @@ def keeper_log(directory: Path) -> Path:
     return directory / f"keeper-{node_name()}.log"
 
 
+def last_words(directory: Path) -> str:
+    """Of the keepers that ended badly on this node, the last one's; empty if all is well."""
+    try:
+        lines = keeper_log(directory).read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
 def main(run: str, directory: Path) -> None:
     from everstep.keeper.devices import Devices
     from everstep.keeper.keeper import Keeper  # whoever only starts one does not load it
