@@ -103,6 +103,6 @@ def test_an_order_that_is_none_is_refused(order: str) -> None:
 def test_it_says_that_it_is_of_a_later_format_and_a_still_later_one_is_refused() -> None:
     _, image = image_of(share_of(CHANNELS))
     assert parse(image, len(image))[1].format == 2
-    later = claiming(rb"\"format\":2", rb"\"format\":3")
-    with pytest.raises(NewerFormat, match="reads up to 2"):
+    later = claiming(rb"\"format\":2", rb"\"format\":4")
+    with pytest.raises(NewerFormat, match="reads up to 3"):
         parse(later, len(later))
