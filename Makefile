@@ -4,6 +4,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 4
 
+# Most of what is installed is never imported: what is, is compiled then.
+export PIP_NO_COMPILE := 1
+
 # Tests start thousands of processes, each of which would compile all of everstep anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -173,6 +173,7 @@ def test_a_killed_rank_and_a_reboot_cost_what_the_run_says_and_the_end_is_exact(
     assert (said["exact"], said["steps"], said["not_made"]) == (True, 90, [])
 
 
+@pytest.mark.soak
 def test_what_is_stopped_slowed_flipped_or_full_is_so_for_a_while_and_training_stays(
     inject: Callable[..., Injected], directory: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_two_ranks_of_ddp_are_killed_and_resumed_bit_for_bit() -> None:
     check_ranks_resumed_bit_for_bit(example("train_lightning").main, "--devices", 2, kill=7)
 
 
+@pytest.mark.soak
 def test_two_ranks_of_fsdp2_are_killed_and_resumed_bit_for_bit() -> None:
     check_ranks_resumed_bit_for_bit(example("train_lightning").main, "--devices", 2, "--fsdp", kill=7, sharded=True)
 

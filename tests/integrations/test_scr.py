@@ -73,7 +73,9 @@ def test_what_was_written_is_given_back_byte_by_byte(ranks: tuple[int, ...], nod
     assert results(job.live(go_on)) == [["step4"]] * sum(ranks)
 
 
-@pytest.mark.parametrize("scheme", ["PARTNER", "XOR", pytest.param("RS", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "scheme", ["XOR", *(pytest.param(scheme, marks=pytest.mark.soak) for scheme in ("PARTNER", "RS"))]
+)
 def test_a_lost_node_is_made_good_and_its_cache_filled_again(scheme: str, nodes: Any) -> None:
     job = nodes(2, 1, 1, SCR_COPY_TYPE=scheme, SCR_FLUSH=0)
     job.live(write_some(3))
@@ -92,6 +94,7 @@ def test_a_lost_node_is_made_good_and_its_cache_filled_again(scheme: str, nodes:
     assert results(ended) == ["step3"] * 4
 
 
+@pytest.mark.soak
 def test_two_lost_nodes_are_made_good_by_reed_solomon(nodes: Any) -> None:
     job = nodes(1, 1, 1, 1, SCR_COPY_TYPE="RS", SCR_SET_FAILURES=2, SCR_FLUSH=0)
     job.live(write_some(2))
@@ -115,7 +118,10 @@ def test_without_protection_a_lost_node_is_refused_clearly_on_all_ranks(nodes: A
     assert "no checkpoint can be restored" in said and "no readable part of rank 1" in said
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 1), (2,)), ((1, 1), (2, 1))], ids=["fewer", "more"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param((2, 1), (2,), id="fewer", marks=pytest.mark.soak), pytest.param((1, 1), (2, 1), id="more")],
+)
 def test_another_number_of_ranks_is_given_all_files(
     before: tuple[int, ...], after: tuple[int, ...], nodes: Any
 ) -> None:
@@ -143,6 +149,7 @@ def test_another_number_of_ranks_is_given_all_files(
     assert results(other.live(go_on)) == [["step3"]] * world
 
 
+@pytest.mark.soak
 def test_a_process_may_end_one_job_and_begin_another(nodes: Any) -> None:
     job = nodes(2, SCR_FLUSH=1)
 
@@ -170,6 +177,7 @@ def test_a_file_outside_the_prefix_is_no_output_and_links_lead_into_it(nodes: An
     assert results(job.live(app)) == [["0", "1", "2", "3"]]
 
 
+@pytest.mark.soak
 def test_ranks_may_come_back_on_other_nodes(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=0)
     job.live(write_some(2))
@@ -201,6 +209,7 @@ def test_the_prefix_alone_gives_back_what_was_flushed(nodes: Any) -> None:
     assert results(job.live(go_on)) == [[f"step{found + 1}"]] * 2  # finalize flushes the newest
 
 
+@pytest.mark.soak
 def test_nothing_is_retired_from_the_prefix_unless_asked(nodes: Any) -> None:
     def app(rank: int) -> None:
         scr.init()
@@ -257,6 +266,7 @@ def test_a_flush_that_fails_is_seen_and_nobody_is_held_up(nodes: Any) -> None:
     assert any("step 2 is not on the shared tier yet" in one for one in said)
 
 
+@pytest.mark.soak
 def test_a_keeper_that_dies_is_replaced_and_what_it_was_to_bring_is_brought(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=2)
 
@@ -293,6 +303,7 @@ def test_outputs_lie_on_the_prefix_as_files_and_are_never_restarted_from(nodes: 
     assert results(job.live(go_on)) == [["step3"]] * 2
 
 
+@pytest.mark.soak
 def test_an_output_that_was_on_its_way_is_brought_by_the_next_life(nodes: Any) -> None:
     job = nodes(2, SCR_FLUSH=1)
     (job.prefix / "step1").write_text("in the way")
@@ -329,6 +340,7 @@ def test_a_rank_that_dies_in_complete_output_leaves_the_dataset_before(victim: i
     assert results(job.live(go_on)) == [["step2"]] * 3
 
 
+@pytest.mark.soak
 def test_a_checkpoint_that_ends_its_readers_is_not_tried_for_ever(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=0)
     job.live(write_some(2))
@@ -434,6 +446,7 @@ def test_a_wrong_order_of_calls_is_refused_on_all_ranks_and_the_job_goes_on(node
     assert results(job.live(app)) == ["through"] * 3
 
 
+@pytest.mark.soak
 def test_datasets_are_chosen_dropped_and_deleted_by_name(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=1, SCR_FLUSH_ASYNC=0, SCR_CACHE_SIZE=9)
     job.live(write_some(4, level="flushed"))

@@ -83,6 +83,7 @@ def test_ranks_of_mpi_on_two_nodes_write_and_restart(nodes: Any) -> None:
     assert under_mpi(job, ["-c", ROUND_TRIP]).count("restarted from step4") == 3
 
 
+@pytest.mark.soak
 @with_mpi
 def test_a_node_that_mpi_lost_is_made_good_over_mpi(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=0)
@@ -91,7 +92,6 @@ def test_a_node_that_mpi_lost_is_made_good_over_mpi(nodes: Any) -> None:
     assert under_mpi(job, ["-c", ROUND_TRIP]).count("restarted from step2") == 2
 
 
-@pytest.mark.soak
 @with_mpi
 def test_the_example_runs_under_mpi(nodes: Any) -> None:
     job = nodes(2, SCR_CHECKPOINT_INTERVAL=10, SCR_FLUSH=2)
@@ -104,6 +104,7 @@ def warmth(said: str) -> str:
     return re.findall(r"warmth (\S+)", said)[0]
 
 
+@pytest.mark.soak
 def test_the_example_is_killed_and_ends_as_if_it_had_not_been(nodes: Any) -> None:
     job, calm = nodes(1, SCR_CHECKPOINT_INTERVAL=5), nodes(1, SCR_CHECKPOINT_INTERVAL=5)
     command = [sys.executable, str(APP), "--steps", "30"]

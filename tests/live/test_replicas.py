@@ -65,7 +65,7 @@ def undisturbed() -> dict[int, Ended]:
         pytest.param(in_backward_of(0, 4, 3), id="in backward", marks=pytest.mark.soak),
         pytest.param(in_backward_of(3, 4, 0), id="late in backward"),
         pytest.param(in_the_update(3, 7), id="in the update", marks=pytest.mark.soak),
-        pytest.param(all_of(kill_at(1, 5), in_backward_of(0, 5, 3)), id="a whole replica"),
+        pytest.param(all_of(kill_at(1, 5), in_backward_of(0, 5, 3)), id="a whole replica", marks=pytest.mark.soak),
     ],
 )
 def test_with_spares_every_replica_is_whole_again_and_the_run_ends_bit_for_bit(

@@ -52,7 +52,7 @@ def train(directory: Path, kind: type[DataLoader[Any]], die_at: int = -1) -> dic
     return {"seen": seen, "resumed_from": run.resumed_from}
 
 
-@pytest.mark.parametrize("kind", [StatefulDataLoader, DataLoader])
+@pytest.mark.parametrize("kind", [StatefulDataLoader, pytest.param(DataLoader, marks=pytest.mark.soak)])
 def test_no_sample_is_lost_or_seen_twice(kind: type[DataLoader[Any]]) -> None:
     """Killed in the first pass and in the second: a shuffle buffer is in nobody's state."""
     with run_directory() as one, run_directory() as two:

@@ -9,8 +9,9 @@ from harness import Kill, Stage, differing
 
 Make = Callable[..., Stage]
 
-ALWAYS = [("fsdp_that_evaluates", 2), ("hsdp", 4)]
+ALWAYS = [("hsdp", 4)]
 SOAK = [
+    ("fsdp_that_evaluates", 2),
     ("fsdp", 3),
     ("fsdp", 4),
     ("tensor_parallel", 2),
