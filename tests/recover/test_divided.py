@@ -175,7 +175,7 @@ def test_the_last_samples_of_a_stream_come_as_batches_do(collate: Any) -> None:
 
         feeds = feeds_of(make, 2, [])
         seen = [feed.next_batch() for feed in feeds]
-        for feed in feeds_of(make, 4, [feed.position() for feed in feeds]):
+        for feed in feeds_of(make, 5, [feed.position() for feed in feeds]):  # two batches are left for the last turn
             seen += to_the_end(feed)
         kinds, whole = {type(batch) for batch in seen}, joined(seen)
         assert kinds == {type(whole)} and kinds <= {UserDict, Pair}
