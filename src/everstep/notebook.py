@@ -24,18 +24,22 @@ class Guarded(Protocol):
         """What is sealed stands. Whether it had not ended yet."""
 
 
-def begin(run: Guarded, directory: Path) -> bool:
+def make_way(directory: Path) -> bool:
     """In a notebook: end the run that an earlier cell has left in this directory. Whether there ever was one."""
-    shell = _shell()
-    if shell is None:
-        return False
     earlier = _GUARDED.get(directory)
     if earlier is not None:
         _give_up(earlier(), directory)
+    return earlier is not None
+
+
+def begun(run: Guarded, directory: Path) -> None:
+    """In a notebook: from here on its cell may break off. Not sooner: a run that was refused has nothing to give up."""
+    shell = _shell()
+    if shell is None:
+        return
     _GUARDED[directory] = weakref.ref(run)
     if _cell_ended not in shell.events.callbacks["post_run_cell"]:
         shell.events.register("post_run_cell", _cell_ended)
-    return earlier is not None
 
 
 def _shell() -> Any:

@@ -103,8 +103,7 @@ class Run:
     """A guarded training run. Iterate it for batches, or call done() after each step."""
 
     def __init__(self, state: State, loader: Any, chosen: Settings) -> None:
-        self.settings = chosen
-        self.step = 0
+        self.settings, self.step = chosen, 0
         self.resumed_from: int | None = None
         self._resumed_base: int | None = None
         self._left_at = 0  # the step at which a life was ended by a loss
@@ -114,19 +113,21 @@ class Run:
         self._random: dict[str, Any] | None = None
         self._places = Places.chosen(chosen.directory, chosen.tiers)
         claim.make(self._places)
-        if notebook.begin(self, chosen.directory):
+        if notebook.make_way(chosen.directory):
             state.forget_gradients()
-        self._life = ExitStack()
         self._presence = Presence(chosen, state.subjects) if chosen.on_loss else None
         self._forward = Forward.chosen(chosen, state.subjects, self._presence, state.reductions.are_settled)
-        if is_spare(os.environ):
-            self._signals = Signals(lambda: self._step_s, stands_by=True)
-            stand_by(self, self._presence, self._forward)
-        else:
-            self._begin()
-            self._signals = Signals(lambda: self._step_s)
-            self._listen()
+        with ExitStack() as self._life:  # a refusal lets go of what was begun: whoever hears it may call again
+            if is_spare(os.environ):
+                self._signals = Signals(lambda: self._step_s, stands_by=True)
+                stand_by(self, self._presence, self._forward)
+            else:
+                self._begin()
+                self._signals = Signals(lambda: self._step_s)
+                self._listen()
+            self._life = self._life.pop_all()
         atexit.register(self._at_exit)
+        notebook.begun(self, chosen.directory)
 
     # -- beginning
 

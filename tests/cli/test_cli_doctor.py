@@ -66,6 +66,12 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_where_a_directory_should_be_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert looked_at(place)["disk"].found == "Not a directory"
+
+
 def test_a_slow_disk_is_called_off(tmp_path: Path) -> None:
     found = looked_at(tmp_path, patience_s=1e-9)["disk"]
     assert found.verdict == "worth a look" and found.found.startswith("at most 0 B/s")

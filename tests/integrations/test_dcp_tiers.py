@@ -21,13 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import everstep
-from everstep import Disk, Keep, Parity, Partner, Shared
+from everstep import Disk, Keep, Parity, Partner, Shared, image
 from everstep.capture.host import arena_root
-from everstep.errors import BadConfig, Misuse, RunHeld
+from everstep.errors import BadConfig, Damaged, Misuse, NotEnoughMemory, RunHeld
 from everstep.integrations.dcp import Reader, Writer
+from everstep.integrations.dcp_table import contents_of
 from everstep.keeper import client
 from everstep.keeper.client import keeper_pid
 from everstep.store import claim
+from everstep.types import ImageInfo
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*CheckpointException")
 SELDOM = Disk(every="1h")
@@ -203,6 +205,22 @@ def test_a_save_that_fails_leaves_the_last_one_and_the_next_one_goes_on(tmp_path
     assert loaded(tmp_path, {"v": torch.ones(5), **state(0)})["n"] == 3
 
 
+def test_state_that_finds_no_room_costs_nothing_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(root: object, needed: int, slots: int) -> Path:
+        raise NotEnoughMemory("memory", needed, 0, "Free some.")
+
+    writer = Writer(tmp_path, until="sealed", tiers=[SELDOM])
+    dcp.save(state(1), storage_writer=writer, no_dist=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("everstep.capture.life.choose_place", no_room)
+        with pytest.raises(CheckpointException, match="MB in memory"):
+            dcp.save({"v": torch.ones(5), **state(2)}, storage_writer=writer, no_dist=True)
+    assert "memory" in sources(tmp_path)[1]
+    for number in (3, 4):
+        dcp.save(state(number), storage_writer=writer, no_dist=True)
+    assert sources(tmp_path)[4] == ("memory",) and loaded(tmp_path, state(0))["n"] == 4
+
+
 def test_a_writer_takes_the_place_of_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim, "_LOCK_PATIENCE_S", 0.1)
     first = Writer(tmp_path, keep=Keep(last=2))
@@ -260,6 +278,49 @@ def test_saves_that_fail_on_one_rank_cost_the_others_nothing(tmp_path: Path) -> 
 
     assert ranks(app, tmp_path / "job") == ["(2, True)"] * 2
     assert everstep.open(tmp_path / "run").latest() == 7
+
+
+def test_state_that_grows_waits_on_every_rank_until_what_it_leaves_behind_is_durable(tmp_path: Path) -> None:
+    """A rank that turned to other memory at once could not lend the keeper what the others wait for."""
+
+    def app(rank: int) -> object:
+        with Writer(tmp_path / "run", until="sealed", tiers=[SELDOM]) as writer:
+            dcp.save(rows(1), storage_writer=writer)
+            dcp.save({"v": rows(2)["w"], **rows(2)}, storage_writer=writer)
+        return "saved"
+
+    assert ranks(app, tmp_path / "job", timeout_s=40) == ["saved"] * 2
+    assert everstep.open(tmp_path / "run").steps() == [1, 2]
+
+
+def test_ranks_that_would_go_on_from_different_steps_all_hear_of_it(tmp_path: Path) -> None:
+    def app(rank: int) -> object:
+        with Writer(tmp_path / "run") as writer:
+            dcp.save(rows(1), storage_writer=writer)
+        Writer(tmp_path / "run", after=rank + 1)
+        return "made"
+
+    said = ranks(app, tmp_path / "job", timeout_s=40)
+    assert ["rank 0 has after=1, and rank 1 after=2: give all ranks the same" in one for one in said] == [True] * 2
+
+
+def test_extras_that_cannot_be_read_are_struck_out_by_the_rank_whose_they_are() -> None:
+    info = ImageInfo(format=image.FORMAT, run="r", rank=3, world=4)
+    layout = image.lay_out([], info, 64)
+    data = memoryview(bytearray(layout.total_bytes))
+    image.put_extras(layout, data, b"\xc1")
+    with pytest.raises(Damaged, match="unreadable extras") as caught:
+        contents_of(layout, data, step=5, rank=3)
+    assert (caught.value.step, caught.value.rank) == (5, 3)
+
+
+def test_a_reader_forgets_the_step_that_it_could_not_load(tmp_path: Path) -> None:
+    save(tmp_path, state(1))
+    reader, found = Reader(tmp_path), blank(state(0))
+    with pytest.raises(CheckpointException, match="has no step 9"):
+        dcp.load(found, storage_reader=reader, checkpoint_id="9", no_dist=True)
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert found["n"] == 1
 
 
 # -- nodes

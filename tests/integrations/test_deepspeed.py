@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from killed import check_ranks_resumed_bit_for_bit, example
-from lives import MeetingPlace, live, way_to
+from killed import check_ranks_resumed_bit_for_bit, example, job
+from lives import MeetingPlace, live, run_directory, way_to
 
 import everstep
 from everstep.errors import BadConfig
@@ -49,6 +50,21 @@ def test_the_example_is_killed_and_resumed_bit_for_bit() -> None:
 @pytest.mark.parametrize("words", [("--stage", 1), ("--stage", 1, "--bf16"), ("--stage", 2, "--bf16")], ids=str)
 def test_whatever_is_trained_goes_on_bit_for_bit(words: tuple[object, ...], kill: int) -> None:
     check_ranks_resumed_bit_for_bit(train(), *words, kill=kill)
+
+
+def test_another_number_of_ranks_is_refused_with_the_name_of_a_part() -> None:
+    with run_directory() as directory:
+        job(train(), directory, "--epochs", 1, kill_after=3)
+
+        def alone() -> dict[str, Any]:
+            sys.argv = ["example", "--dir", str(directory), "--epochs", "1"]
+            train()()
+            return {}
+
+        assert re.search(
+            r"Mismatch: checkpoint \d does not fit this program.*optimizer\.params\.0\.0", error_of(alone), re.S
+        )
+        assert everstep.open(directory).latest() in (2, 3)  # which is still there for two
 
 
 @pytest.mark.parametrize(
@@ -108,5 +124,5 @@ def error_of(refused: Any) -> str:
 
     outcome = live(life)
     meeting.close()
-    assert "BadConfig" in outcome.error, outcome
+    assert "BadConfig" in outcome.error or "Mismatch" in outcome.error, outcome
     return outcome.error

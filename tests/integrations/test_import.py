@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lives import Countdown, live, must_finish, run_directory, tiny
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import everstep
@@ -258,6 +261,117 @@ def test_each_refusal_says_what_to_do(tmp_path: Path) -> None:
     assert everstep.open(tmp_path / "run").load()["model.w"].tolist() == [0.0]
     with pytest.raises(BadConfig, match="a run with a past already"):
         adopt(tmp_path / "two.pt", tmp_path / "run", key="a")
+
+
+def rewritten(place: Path, change: Any) -> Path:
+    """A DCP directory whose table of contents somebody has changed."""
+    import pickle
+
+    dcp.save({"w": torch.arange(4.0), "m": {"k": torch.ones(2)}}, checkpoint_id=place, no_dist=True)
+    table = pickle.loads((place / ".metadata").read_bytes())
+    changed = change(table)
+    (place / ".metadata").write_bytes(pickle.dumps(table if changed is None else changed))
+    return place
+
+
+def boxes(table: Any, size: int, *at: tuple[int, int]) -> None:
+    table.state_dict_metadata["w"].size = torch.Size([size])
+    table.state_dict_metadata["w"].chunks = [
+        ChunkStorageMetadata(torch.Size([start]), torch.Size([extent])) for start, extent in at
+    ]
+
+
+def moved(table: Any, offset: float) -> None:
+    index = next(one for one in table.storage_data if one.fqn == "w")
+    table.storage_data[index] = dataclasses.replace(table.storage_data[index], offset=offset)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda table: boxes(table, 4, (0, 2), (0, 2)), "some elements of w are there twice, and others are not"),
+        (lambda table: boxes(table, 4, (2, 4)), "a part of w is outside of it"),
+        (lambda table: boxes(table, 4), "nothing of w is there"),
+        (lambda table: boxes(table, -4, (0, -4)), "a size of"),
+        (lambda table: table.storage_data.clear(), "KeyError"),
+        (lambda table: moved(table, float("inf")), "infinity"),
+        (lambda table: table.planner_data.update({"w": ("q",), "m.k": ("q",)}), "two entries have the place"),
+        (lambda table: many_times([], lambda one: [one, one]), "a list where a Metadata should be"),
+    ],
+    ids=str,
+)
+def test_a_table_of_dcp_that_was_tampered_with_is_damage(change: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(Damaged, match=said):
+        adopt(rewritten(tmp_path / "dcp", change), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def many_times(value: Any, wrap: Any, times: int = 40) -> Any:
+    for _ in range(times):
+        value = wrap(value)
+    return value
+
+
+def test_a_few_bytes_that_hold_themselves_often_or_deeply_are_damage_at_once(tmp_path: Path) -> None:
+    """To show or to hash what such a pickle holds would take forever, or more stack than there is."""
+    twice = b"".join(b"h" + bytes([at]) + b"h" + bytes([at]) + b"\x86\x94" for at in range(40))
+    deep = b"(" * 300_000 + b"t" * 300_000
+    for key in (b")\x94" + twice, deep):
+        with pytest.raises(Damaged, match="a tuple is no key"):
+            inert.read(b"\x80\x04}" + key + b"K\x01s.", file="")
+    itself: list[Any] = []
+    itself.append(itself)
+    for name, value in {"itself": itself, "often": many_times([], lambda one: [one, one])}.items():
+        torch.save({"w": torch.ones(1), "x": value}, tmp_path / name)
+        with pytest.raises(Damaged, match=r"holds? itself"):
+            adopt(tmp_path / name, tmp_path / "run")
+
+
+def test_no_tensor_takes_the_place_of_another_and_none_is_left_out_silently(tmp_path: Path) -> None:
+    for name, state in {
+        "prefix": {"module.w": torch.ones(2), "w": torch.zeros(2)},
+        "nested": {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+    }.items():
+        torch.save(state, tmp_path / name)
+        with pytest.raises(BadConfig, match=r"two entries would both be model\."):
+            adopt(tmp_path / name, tmp_path / "run")
+    torch.save({"model": {"w": torch.ones(1)}, "head": torch.ones(2)}, tmp_path / "beside")
+    assert adopt(tmp_path / "beside", tmp_path / "run").notes == ("head stands beside the model and was left out",)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["coo", "csr", "meta", "nested"],
+)
+def test_a_tensor_that_is_not_plain_numbers_is_refused_by_its_name(
+    make: Callable[[], torch.Tensor], tmp_path: Path
+) -> None:
+    torch.save({"w": make(), "v": torch.ones(1)}, tmp_path / "odd.pt")
+    with pytest.raises(Unstorable, match=r"model\.w .*sparse, nested, or without data"):
+        adopt(tmp_path / "odd.pt", tmp_path / "run")
+
+
+def test_an_optimizer_of_another_shape_is_refused_and_a_tensor_of_a_group_is_taken(tmp_path: Path) -> None:
+    def imported(state: Any, *groups: Any) -> None:
+        optimizer = {"state": state, "param_groups": list(groups)}
+        torch.save({"model": {"w": torch.ones(1)}, "optimizer": optimizer}, tmp_path / "odd.pt")
+        adopt(tmp_path / "odd.pt", tmp_path / "run", optimizer="AdamW")
+
+    for group in (3, {}, {"params": 3}, {"params": ["w"], "param_names": 3}, {"params": [["w"]]}):
+        with pytest.raises(BadConfig, match="no list of the names or numbers"):
+            imported({}, group)
+    with pytest.raises(BadConfig, match="state of w is a int"):
+        imported({"w": 3}, {"params": ["w"]})
+    imported({}, {"params": ["w"], "lr": torch.tensor(0.25)})
+    (saved,) = everstep.open(tmp_path / "run").load()["optimizers"]
+    assert saved["groups"][0]["lr"].item() == 0.25
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])

@@ -155,6 +155,8 @@ def test_cells_that_break_off_in_every_way_end_with_the_same_bits(
     assert "goes on from 9" in said and left not in said
     assert left in (said := notebook.run(loop("run", "die"))) and said.endswith("dead")  # of the cell that was left
     notebook.restart()
+    narrow = MODEL.replace("16", "8")
+    assert "Mismatch: " in notebook.run(narrow + loop("run"))  # a cell that is refused is in nobody's way
     said = notebook.run(MODEL + loop("run"))
     assert "goes on from 14" in said or "goes on from 15" in said, said
     assert notebook.run(RESULT) == whole

@@ -6,20 +6,21 @@ Counted for every kind of data that can be divided, at every place of a pass; wh
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import must_finish
 
 from everstep.capture.position import Feed
+from everstep.capture.stream import joined
 from everstep.errors import Mismatch
 
 SHARDS, OF_EACH = 6, 7
@@ -149,6 +150,48 @@ def test_a_stream_that_was_divided_by_node(make: Made) -> None:
         return {}
 
     must_finish(life)
+
+
+class Pair(NamedTuple):
+    name: Any
+    text: Any
+
+
+def as_encoding(samples: list[Any]) -> Any:
+    """Like the BatchEncoding of a tokenizer: a mapping that is no dict."""
+    return UserDict(default_collate(samples))
+
+
+def as_pair(samples: list[Any]) -> Any:
+    return Pair(**default_collate(samples))
+
+
+@pytest.mark.parametrize("collate", [as_encoding, as_pair])
+def test_the_last_samples_of_a_stream_come_as_batches_do(collate: Any) -> None:
+    def life() -> dict[str, Any]:
+        def make(rank: int, world: int) -> Any:
+            loader = streamed(DataLoader)(rank, world)
+            return DataLoader(loader.dataset, batch_size=3, collate_fn=collate)
+
+        feeds = feeds_of(make, 2, [])
+        seen = [feed.next_batch() for feed in feeds]
+        for feed in feeds_of(make, 5, [feed.position() for feed in feeds]):  # two batches are left for the last turn
+            seen += to_the_end(feed)
+        kinds, whole = {type(batch) for batch in seen}, joined(seen)
+        assert kinds == {type(whole)} and kinds <= {UserDict, Pair}
+        found = whole.name if isinstance(whole, Pair) else whole["name"]
+        assert set(found.tolist()) == set(range(SAMPLES))
+        return {}
+
+    must_finish(life)
+
+
+def to_the_end(feed: Feed) -> Iterator[Any]:
+    while True:
+        try:
+            yield feed.next_batch()
+        except StopIteration:
+            return
 
 
 class Own(IterableDataset[Any]):

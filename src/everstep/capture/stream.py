@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -110,7 +110,7 @@ def _size(batch: Any) -> int:
 
     if isinstance(batch, torch.Tensor | list | tuple) and not _is_record(batch):
         return len(batch)
-    parts = list(batch.values() if isinstance(batch, dict) else batch if _is_record(batch) else ())
+    parts = list(batch.values() if isinstance(batch, Mapping) else batch if _is_record(batch) else ())
     if not parts:
         raise Mismatch(f"batches with a {type(batch).__name__} in them cannot be shared out among other ranks")
     return _size(parts[0])
@@ -120,15 +120,17 @@ def _is_record(batch: Any) -> bool:
     """A sequence of columns, as collating a tuple gives, and not of samples."""
     import torch
 
-    return isinstance(batch, list | tuple) and bool(batch) and isinstance(batch[0], torch.Tensor | dict | list | tuple)
+    if not isinstance(batch, list | tuple) or not batch:
+        return False
+    return isinstance(batch[0], torch.Tensor | Mapping | list | tuple)
 
 
 def _sample(batch: Any, at: int) -> Any:
     """One sample as a batch of one."""
-    if isinstance(batch, dict):
-        return {key: _sample(value, at) for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        return _mapping(batch, {key: _sample(value, at) for key, value in batch.items()})
     if _is_record(batch):
-        return type(batch)(_sample(one, at) for one in batch)
+        return _record(batch, [_sample(one, at) for one in batch])
     return batch[at : at + 1]
 
 
@@ -139,12 +141,21 @@ def joined(batches: Sequence[Any]) -> Any:
     first = batches[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(tuple(batches))
-    if isinstance(first, dict):
-        return {key: joined([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*map(joined, zip(*batches, strict=True)))
-    if isinstance(first, list | tuple) and first and isinstance(first[0], torch.Tensor | dict | list | tuple):
-        return type(first)(map(joined, zip(*batches, strict=True)))
+    if isinstance(first, Mapping):
+        return _mapping(first, {key: joined([batch[key] for batch in batches]) for key in first})
+    if _is_record(first):
+        return _record(first, [joined(column) for column in zip(*batches, strict=True)])
     if isinstance(first, list | tuple):
         return type(first)(item for batch in batches for item in batch)
     raise Mismatch(f"batches with a {type(first).__name__} in them cannot be joined; use batch='shrink'")
+
+
+def _mapping(like: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    """Of the same kind, such as the BatchEncoding of a tokenizer; a kind of dict may be made of other things."""
+    kind: Any = dict if isinstance(like, dict) else type(like)
+    return kind(made)
+
+
+def _record(like: Sequence[Any], columns: list[Any]) -> Any:
+    kind: Any = type(like)
+    return kind(*columns) if hasattr(like, "_fields") else kind(columns)

@@ -287,7 +287,7 @@ class _TooSlow(Exception):
 def disk_lines(directory: Path, watch: Callable[[int], None], *, patience_s: float = PATIENCE_S) -> Iterator[Line]:
     """Write and read as a base is, beside where it would be; `watch` is told how many bytes are through."""
     place = directory.absolute()
-    while not place.is_dir():
+    while not place.exists():
         place = place.parent
     what = f"disk ({place})"
     try:

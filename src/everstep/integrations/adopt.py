@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from everstep.capture.layout import plain_name
-from everstep.errors import BadConfig, Damaged
+from everstep.errors import BadConfig, Damaged, Unstorable
 from everstep.image import Wanted
 from everstep.integrations.foreign import read
 from everstep.integrations.given import Given
@@ -69,7 +69,11 @@ def adopt(
     """
     foreign, place = read(Path(source)), Path(directory).absolute()
     content = _Content()
-    _take_model(content, _model_part(foreign.tree, key))
+    model = _model_part(foreign.tree, key)
+    _take_model(content, model)
+    if model is not foreign.tree:
+        beside = [str(name) for name, value in foreign.tree.items() if isinstance(value, Given)]
+        content.notes += [f"{name} stands beside the model and was left out" for name in beside]
     state = next((foreign.tree[one] for one in _OPTIMIZER_KEYS if isinstance(foreign.tree.get(one), dict)), None)
     if optimizer is not None:
         _take_optimizer(content, state, _full_class(optimizer))
@@ -135,7 +139,7 @@ def _model_part(tree: dict[str, Any], key: str | None) -> dict[str, Any]:
             found = found[word]
     else:
         named = [one for one in _MODEL_KEYS if isinstance(tree.get(one), dict)]
-        is_one = any(isinstance(one, Given) for one in tree.values())  # a state_dict by itself
+        is_one = any(isinstance(one, Given | torch.Tensor) for one in tree.values())  # a state_dict by itself
         if len(named) > 1 or not (named or is_one):
             raise BadConfig(f"which of {', '.join(map(str, tree)) or 'nothing'} is the model? Say so with key (--key)")
         found = tree[named[0]] if named else tree
@@ -148,6 +152,9 @@ def _take_model(content: _Content, part: dict[str, Any]) -> None:
     first: dict[Any, str] = {}
     for name, value in _flat(part):
         full = f"model.{plain_name(name)}"
+        if full in content.tensors or full in content.aliases:
+            raise BadConfig(f"two entries would both be {full}; say which is the model with key (--key)")
+        _refuse_odd(full, value)
         if not isinstance(value, Given):
             content.notes.append(f"{name} is no tensor and was left out")
         elif value.memory is not None and value.memory in first:
@@ -158,6 +165,11 @@ def _take_model(content: _Content, part: dict[str, Any]) -> None:
                 first[value.memory] = full
     if not content.tensors:
         raise BadConfig("there is no tensor in it")
+
+
+def _refuse_odd(name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        raise Unstorable(name, value, "it is sparse, nested, or without data")
 
 
 def _flat(part: Mapping[Any, Any], before: str = "") -> list[tuple[str, Any]]:
@@ -186,8 +198,8 @@ def _take_optimizer(content: _Content, part: dict[str, Any] | None, kind: str) -
         raise BadConfig(f"there is no optimizer's state_dict in it under any of {', '.join(_OPTIMIZER_KEYS)}")
     groups, plain = [], dict[str, dict[str, Any]]()
     for group in part["param_groups"]:
-        keys = list(group["params"])
-        names = [f"model.{plain_name(str(one))}" for one in group.get("param_names", keys)]
+        keys, named = _members(group)
+        names = [f"model.{plain_name(one)}" for one in named]
         strange = [name for name in names if name not in content.tensors]
         if len(names) != len(keys) or strange:
             raise BadConfig(
@@ -198,14 +210,27 @@ def _take_optimizer(content: _Content, part: dict[str, Any] | None, kind: str) -
         on_device = bool(group.get("capturable") or group.get("fused"))
         for key, name in zip(keys, names, strict=True):
             state = part["state"].get(key, part["state"].get(str(key), {}))
+            if not isinstance(state, dict):
+                raise BadConfig(f"the optimizer's state of {key} is a {type(state).__name__}, and not a dict")
             for field_name, value in state.items():
                 full = f"optimizer.state.{name}.{field_name}"
+                _refuse_odd(full, value)
                 if not isinstance(value, Given):
                     plain.setdefault(name, {})[field_name] = value
                     continue
                 content.tensors[full] = value
                 if field_name == "step" and not on_device:
                     content.on_host.append(full)
-        groups.append((names, {k: v for k, v in group.items() if k not in ("params", "param_names")}))
+        values = {k: v.taken() if isinstance(v, Given) else v for k, v in group.items()}
+        groups.append((names, {k: v for k, v in values.items() if k not in ("params", "param_names")}))
     content.optimizer = OptimizerInfo(type=kind, groups=tuple(tuple(names) for names, _ in groups))
     content.saved = {"groups": [values for _, values in groups], "plain": plain, "shared": {}}
+
+
+def _members(group: Any) -> tuple[list[Any], list[str]]:
+    """The parameters of a group: as its state has them, and their names."""
+    keys = group.get("params") if isinstance(group, dict) else None
+    named = group.get("param_names", keys) if isinstance(group, dict) else None
+    if not (isinstance(keys, list) and isinstance(named, list) and all(isinstance(one, str | int) for one in keys)):
+        raise BadConfig("a group of the optimizer's state_dict has no list of the names or numbers of its params")
+    return keys, [str(one) for one in named]

@@ -237,15 +237,19 @@ class Reader(StorageReader):
         self._step = _step_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """All ranks come here first, so here they find out together what there is."""
+        """All ranks come here first, so here they find out together what there is.
+
+        Were it `**kwargs`, DCP would take every error for a missing table, and ask each rank for one of its own.
+        """
         place = topology.alone() if self._no_dist else topology.here(group=self._group)
+        step, self._step = self._step, None
+        self._let_go()
         sources = open_sources(self.directory, self._tiers, place)
         try:
-            self._found = find(sources, place, self._step, older=self._older)
+            self._found = find(sources, place, step, older=self._older)
         except BaseException:
             sources.close()
             raise
-        self._step = None
         return described(self._found.contents)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -258,8 +262,8 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        assert self._found is not None
-        found, self._found = self._found, None
+        found = self._found
+        assert found is not None
         of_part: dict[int, list[ReadItem]] = {}
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
@@ -272,8 +276,14 @@ class Reader(StorageReader):
                 for item in items:
                     self._copy(item, layout, data, planner)
         finally:
-            found.sources.close()
+            self._let_go()
         return _done(None)
+
+    def _let_go(self) -> None:
+        """Of what was found; also by a load that broke off before it read anything."""
+        if self._found is not None:
+            self._found.sources.close()
+        self._found = None
 
     def _copy(self, item: ReadItem, layout: ImageLayout, data: memoryview, planner: LoadPlanner) -> None:
         piece = self._places[item.storage_index].piece

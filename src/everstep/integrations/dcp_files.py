@@ -7,7 +7,6 @@ weights_only=True.
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from everstep.errors import Damaged
 from everstep.integrations import inert
 from everstep.integrations.given import Given
 from everstep.integrations.inert import Named, Thing
+from everstep.store.manifest import uncovered
+from everstep.types import Piece
 
 TABLE = ".metadata"
 _MAX_TABLE_BYTES = 1 << 30
@@ -42,7 +43,7 @@ def read(source: Path) -> dict[str, Any]:
         raise Damaged("a table of contents of more than a gigabyte", file=str(path))
     try:
         return _tree(source, inert.read(path.read_bytes(), file=str(path)))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         if isinstance(error, Damaged):
             raise
         raise Damaged(f"not a table of contents of DCP: {error!r}", file=str(path)) from None
@@ -65,25 +66,30 @@ def _tree(source: Path, table: Thing) -> dict[str, Any]:
 
 def _must_be(thing: Any, name: str) -> None:
     if not isinstance(thing, Thing) or thing.kind != Named("torch.distributed.checkpoint.metadata", name):
-        raise ValueError(f"{thing!r} where a {name} should be")
+        found = thing.kind.name if isinstance(thing, Thing) else type(thing).__name__
+        raise ValueError(f"a {found} where a {name} should be")
 
 
 def _places(table: dict[Thing, Thing]) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], _Place]]:
     for index, info in table.items():
         _must_be(index, "MetadataIndex")
-        where, file = info.fields, info.fields["relative_path"]
+        where, file, fqn = info.fields, info.fields["relative_path"], index.fields["fqn"]
+        if not isinstance(fqn, str):
+            raise ValueError(f"a {type(fqn).__name__} where a name should be")
         if not re.fullmatch(r"[\w][\w.-]*", file):
             raise ValueError(f"{file!r} is no file of the directory")
         if where.get("transform_descriptors"):
-            raise ValueError(f"{index.fields['fqn']} was transformed by {where['transform_descriptors']}")
+            raise ValueError(f"{fqn} was transformed before it was written")
         offset = index.fields.get("offset")
-        key = (index.fields["fqn"], None if offset is None else _size(offset))
-        yield key, _Place(file, int(where["offset"]), int(where["length"]))
+        yield (fqn, None if offset is None else _size(offset)), _Place(file, int(where["offset"]), int(where["length"]))
 
 
 def _size(thing: Thing) -> tuple[int, ...]:
     """A torch.Size: made of one tuple."""
-    return tuple(int(one) for one in thing.made_of[0])
+    found = tuple(int(one) for one in thing.made_of[0])
+    if any(one < 0 for one in found):
+        raise ValueError(f"a size of {found}")
+    return found
 
 
 def _tensor(source: Path, name: str, entry: dict[str, Any], places: dict[Any, _Place]) -> Given:
@@ -92,17 +98,25 @@ def _tensor(source: Path, name: str, entry: dict[str, Any], places: dict[Any, _P
     if named.module != "torch" or not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has dtype {named}")
     boxes = [(_size(chunk.fields["offsets"]), _size(chunk.fields["sizes"])) for chunk in entry["chunks"]]
-    if sum(math.prod(extent) for _, extent in boxes) != math.prod(shape):
-        raise ValueError(f"{name} is not whole")
+    if any(s + e > n for start, extent in boxes for s, e, n in zip(start, extent, shape, strict=True)):
+        raise ValueError(f"a part of {name} is outside of it")
+    missing = uncovered([tuple(_piece(name, shape, start, extent) for start, extent in boxes)])
+    if missing is not None or (not boxes and all(shape)):
+        raise ValueError(missing or f"nothing of {name} is there")
+    parts = [(start, extent, places[name, start]) for start, extent in boxes]
 
     def copy_to(target: Tensor) -> None:
-        for start, extent in boxes:
-            part = _loaded(source, places[name, start], name)
+        for start, extent, place in parts:
+            part = _loaded(source, place, name)
             if not isinstance(part, Tensor) or part.dtype != dtype or tuple(part.shape) != extent:
                 raise Damaged(f"{name} at {start} is not the tensor that the table names", file=str(source))
             target[tuple(slice(s, s + e) for s, e in zip(start, extent, strict=True))].copy_(part)
 
     return Given(dtype, shape, copy_to)
+
+
+def _piece(name: str, shape: tuple[int, ...], start: tuple[int, ...], extent: tuple[int, ...]) -> Piece:
+    return Piece(name=name, dtype="", shape=shape, start=start, extent=extent, offset=0, length=0)
 
 
 def _loaded(source: Path, place: _Place, name: str) -> Any:
@@ -126,6 +140,8 @@ def set_at(tree: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
         _make_room(holder, key, [] if isinstance(following, int) else {})
         holder = holder[key]
     _make_room(holder, path[-1], None)
+    if holder[path[-1]] is not None:
+        raise ValueError(f"two entries have the place {path}")
     holder[path[-1]] = value
 
 

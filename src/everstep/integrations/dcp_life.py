@@ -41,7 +41,7 @@ class DcpLife:
         self._places = Places.chosen(settings.directory, settings.tiers)
         self._is_over = False
         _agree(place, self._begin_alone)
-        self._check_alike()
+        self._check_alike(after)
         self._emit = EventLog(settings.directory / f"events-rank-{place.rank:05d}.jsonl")
         self._claim = claim.take(self._places, place, self._emit)
         try:
@@ -76,14 +76,18 @@ class DcpLife:
             earlier.end()
         claim.make(self._places)
 
-    def _check_alike(self) -> None:
-        """The ranks of a node have one keeper, and so one directory."""
-        mine, place = self._settings.directory, self.place
-        told = [Path(os.fsdecode(one)) for one in topology.exchange(os.fsencode(mine), place)]
-        for rank, (node, other) in enumerate(zip(place.nodes, told, strict=True)):
+    def _check_alike(self, after: int | None) -> None:
+        """All ranks go on from one step, and those of a node have one keeper, and so one directory."""
+        place = self.place
+        mine = msgspec.msgpack.encode((os.fsencode(self._settings.directory), after))
+        told = [msgspec.msgpack.decode(one, type=tuple[bytes, int | None]) for one in topology.exchange(mine, place)]
+        for rank, (node, (there, step)) in enumerate(zip(place.nodes, told, strict=True)):
+            if step != told[0][1]:
+                raise BadConfig(f"rank 0 has after={told[0][1]}, and rank {rank} after={step}: give all ranks the same")
             first = place.nodes.index(node)
-            if other != told[first]:
-                raise BadConfig(f"rank {first} saves to {told[first]}, and rank {rank} of the same node to {other}")
+            if there != told[first][0]:
+                one, other = Path(os.fsdecode(told[first][0])), Path(os.fsdecode(there))
+                raise BadConfig(f"rank {first} saves to {one}, and rank {rank} of the same node to {other}")
 
     def _open(self) -> Sources:
         return Sources(self._places, self._claim.run, is_common=self._claim.disk_is_common)
@@ -108,18 +112,21 @@ class DcpLife:
 
     def open_slot(self, layout: ImageLayout, good: int | None) -> tuple[int, memoryview]:
         """`good`: the newest checkpoint that is whole, as rank 0 knows."""
-        if self._is_over:
-            raise Misuse(f"this Writer was closed, or another one of {self._settings.directory} has taken its place")
+        self._check_open()
+        self.good = good  # an arena that another follows must be settled on every rank
         self.slots.forget_after(good)
         if good is not None and self.slots.has(good):
             self.slots.let_go()
         return self.slots.open(layout)
 
     def seal(self, slot: int, step: int) -> None:
-        if self._is_over:
-            raise Misuse(f"another Writer of {self._settings.directory} has taken the place of the one that was saving")
+        self._check_open()
         self.slots.seal(slot, step)
         self._sealed = step
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise Misuse(f"this Writer was closed, or another one of {self._settings.directory} has taken its place")
 
     def finish(self, step: int) -> None:
         """Rank 0: the checkpoint exists; wait until it is as safe as it is to be."""

@@ -82,7 +82,10 @@ def note_of(items: Sequence[WriteItem], paths: object) -> Note:
 
 def contents_of(layout: ImageLayout, data: memoryview, step: int, rank: int) -> Contents:
     """What an image holds. Damaged if that cannot be told; so it is of a base that is none of DCP's."""
-    tree = extras.decode(image.extras_of(layout, data))
+    try:
+        tree = extras.decode(image.extras_of(layout, data))
+    except Damaged as error:  # whoever strikes out a part must know whose it is
+        raise Damaged(error.reason, step=step, rank=rank) from None
     if not isinstance(tree, dict) or NOTE not in tree:
         raise Damaged("it was not written through torch.distributed.checkpoint", step=step, rank=rank)
     try:

@@ -7,8 +7,9 @@ read, where the format allows, and copied one by one to where they are wanted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _INDEXED = {
     "pytorch_model.bin.index.json": "torch",
     "pytorch_model.bin": "torch",
 }  # in this order: those that hold nothing but tensors are preferred
+_MOST_ENTRIES = 1 << 22  # of a file: a few bytes can name each other a billion times
 
 
 class _HuggingFaceIndex(msgspec.Struct):
@@ -100,7 +102,10 @@ def _torch(path: Path) -> dict[str, Any]:
         raise Damaged(f"torch.load(weights_only=True) refuses it: {reason}", file=str(path)) from None
     if not isinstance(loaded, Mapping):
         raise BadConfig(f"{path} holds a {type(loaded).__name__}, and not a state_dict or a dict of them")
-    tree: dict[str, Any] = _given(loaded)
+    try:
+        tree: dict[str, Any] = _given(loaded, count())
+    except RecursionError:
+        raise Damaged("it is nested too deeply, or holds itself", file=str(path)) from None
     return tree
 
 
@@ -111,9 +116,13 @@ def load_weights(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _given(value: Any) -> Any:
+def _given(value: Any, counted: Iterator[int]) -> Any:
+    """Tensors that are more or less than numbers in memory stay what they are; nobody takes them."""
+    if next(counted) > _MOST_ENTRIES:
+        raise Damaged(f"it has more than {_MOST_ENTRIES} entries: does it hold itself?")
     if isinstance(value, Tensor):
-        return Given.of(value)
+        is_plain = value.layout is torch.strided and not value.is_meta and not value.is_nested
+        return Given.of(value) if is_plain else value
     if isinstance(value, Mapping):
-        return {key: _given(one) for key, one in value.items()}
-    return [_given(one) for one in value] if isinstance(value, list) else value
+        return {key: _given(one, counted) for key, one in value.items()}
+    return [_given(one, counted) for one in value] if isinstance(value, list) else value

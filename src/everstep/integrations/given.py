@@ -20,6 +20,11 @@ class Given:
     def of(cls, tensor: Tensor) -> Given:
         tensor = tensor.detach()
         memory = None
-        if tensor.layout is torch.strided and tensor.numel():
+        if tensor.numel():
             memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         return cls(tensor.dtype, tuple(tensor.shape), lambda target: target.copy_(tensor), memory)
+
+    def taken(self) -> Tensor:
+        made = torch.empty(self.shape, dtype=self.dtype)
+        self.copy_to(made)
+        return made

@@ -10,9 +10,11 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.errors import Damaged
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,8 @@ class _Machine:
         elif name == "GLOBAL":
             stack.append(Named(*argument.split(" ", 1)))
         elif name == "STACK_GLOBAL":
-            last, first = stack.pop(), stack.pop()
-            stack.append(Named(str(first), str(last)))
+            last, first = _a(str, stack.pop()), _a(str, stack.pop())
+            stack.append(Named(first, last))
         elif name.startswith("TUPLE"):
             count = int(name[5:] or 0)
             stack.append(tuple(reversed([stack.pop() for _ in range(count)])) if count else tuple(self._since_mark()))
@@ -95,27 +97,24 @@ class _Machine:
         stack = self.stack
         if name in ("APPENDS", "ADDITEMS", "SETITEMS"):
             items = self._since_mark()
-            into = stack[-1]
             if name == "SETITEMS":
-                into.update(zip(items[::2], items[1::2], strict=True))
+                _a(dict, stack[-1]).update(zip(map(_key, items[::2]), items[1::2], strict=True))
+            elif name == "ADDITEMS":
+                _a(set, stack[-1]).update(map(_key, items))
             else:
-                (into.extend if name == "APPENDS" else into.update)(items)
+                _a(list, stack[-1]).extend(items)
         elif name == "APPEND":
             item = stack.pop()
-            stack[-1].append(item)
+            _a(list, stack[-1]).append(item)
         elif name == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            stack[-1][key] = value
+            value, key = stack.pop(), _key(stack.pop())
+            _a(dict, stack[-1])[key] = value
         elif name in ("NEWOBJ", "REDUCE"):
-            made_of, kind = stack.pop(), stack.pop()
-            if not isinstance(kind, Named):
-                raise ValueError(f"{kind!r} would be called")
+            made_of, kind = stack.pop(), _a(Named, stack.pop())
             stack.append(Thing(kind, tuple(made_of)))
         elif name == "BUILD":
             fields = stack.pop()
-            if not isinstance(stack[-1], Thing):
-                raise ValueError(f"{stack[-1]!r} would be given fields")
-            stack[-1].fields = fields
+            _a(Thing, stack[-1]).fields = fields
         else:
             raise ValueError(f"it would do {name}")
 
@@ -124,3 +123,17 @@ class _Machine:
         while (item := self.stack.pop()) is not _MARK:
             items.append(item)
         return items[::-1]
+
+
+def _a(kind: type[Kind], value: Any) -> Kind:
+    """Not shown as it is: a few bytes of pickle can hold themselves a billion times."""
+    if not isinstance(value, kind):
+        raise ValueError(f"a {type(value).__name__} where a {kind.__name__} should be")
+    return value
+
+
+def _key(value: Any) -> Any:
+    """Not a tuple, whose hash is that of all that it holds: that may take forever, or more stack than there is."""
+    if not isinstance(value, str | bytes | int | float | Thing):
+        raise ValueError(f"a {type(value).__name__} is no key of a table")
+    return value

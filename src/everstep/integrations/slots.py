@@ -129,11 +129,12 @@ class Slots:
         """Another arena takes the place of the present one, which is kept until nobody needs it."""
         if self._arena is not None:
             self._settle()
-            self._left.append(self._arena)
+        arena = self._take_over(layout) or self._life.make_arena(layout, slots=self._count)  # or there is no room
         with self._change:
-            self._arena = self._take_over(layout) or self._life.make_arena(layout, slots=self._count)
-            self.layout, self._leased = layout, set()
-        self._life.attach(self._arena)
+            if self._arena is not None:
+                self._left.append(self._arena)
+            self._arena, self.layout, self._leased = arena, layout, set()
+        self._life.attach(arena)
 
     def _take_over(self, layout: ImageLayout) -> Arena | None:
         """One that is there and fits; to make it anew would wipe what it holds."""
