@@ -141,6 +141,11 @@ def without_some_gradients(scene: Scene) -> None:
         scene.update(by_other=bool(scene.run.step % 2))
 
 
+def with_a_late_head(scene: Scene) -> None:
+    """The optimizer makes state for it after the base that records lead on from."""
+    scene.update(by_other=scene.run.step >= 4)
+
+
 def stepping_twice(scene: Scene) -> None:
     scene.update()
     if scene.run.step in (4, 5):
@@ -191,6 +196,7 @@ LOOPS: dict[str, tuple[Loop, dict[str, Any], str]] = {  # loop, options, a word 
     "no gradient for some, with momentum": (
         without_some_gradients, {"make": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "",
     ),
+    "a first gradient in step 5": (with_a_late_head, {"digest_every": 1}, ""),
     "other hyperparameters in each step": (other_hyperparameters, {}, ""),
     "sparse gradients": (plain, {"make": partial(torch.optim.SGD, lr=0.1), "sparse": True}, "sparse"),
     "an optimizer steps twice": (stepping_twice, {}, "stepped twice"),

@@ -74,6 +74,8 @@ FROM_RECORDS = [
     ("fsdp", 2, "Net", [("fsdp", 3), ("ddp", 2), ("single", 1)], "AdamW"),
     ("zero", 2, "Pair", [("zero", 3)], "fused"),
     ("tp", 2, "Counting", [("single", 1)], "AdamW"),
+    ("fsdp", 2, "Dormant", [("single", 1)], "AdamW"),
+    ("alone", 2, "Pair", [("single", 1)], "Adafactor"),
 ]
 
 

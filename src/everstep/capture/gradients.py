@@ -259,7 +259,8 @@ class Recorder:
             return self._miss(step, obstacle)
         form.values.take(slot)
         if digested:
-            for target, total in zip(form.digest[slot], state_digest(form.shape.shares), strict=True):
+            shares = form.shape.shares_now(self._subjects, self._life.topology)
+            for target, total in zip(form.digest[slot], state_digest(shares), strict=True):
                 target.copy_(total)
         self._slot, cut_time = None, time.time()
         form.record.arena.set_live(step, cut_time)

@@ -33,6 +33,7 @@ from everstep.capture.life import Life
 from everstep.errors import BadConfig
 from everstep.events import Degraded, Sink
 from everstep.image import FORMAT, ImageLayout, lay_out
+from everstep.topology import Topology
 from everstep.types import ImageInfo, Piece
 
 _EXTRAS_MARGIN = 64 << 10
@@ -119,6 +120,12 @@ class Shape:
         self.cut_groups = group_alike(self.shadows, self.in_cut)
         self.sources = [[s.source(fresh[s.entry.name].tensor) for s in bucket.shares] for bucket in self.buckets]
         return True
+
+    def shares_now(self, subjects: Subjects, topology: Topology) -> list[Share]:
+        """With the state that an optimizer has made since, for a parameter that had no gradient before."""
+        if self.listing.unchanged():
+            return self.shares
+        return share(subjects.listing().entries, topology.rank, topology.world)
 
 
 def make_shape(

@@ -181,13 +181,16 @@ def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
     """Copy into models, and give the optimizers their state; what does not fit was reported by `check`."""
     _copy_tensors(checkpoint, subjects)
     names, on_host = subjects.names(), set(checkpoint.info.on_host)
-    for prefix, _, optimizer in _same_optimizers(checkpoint, subjects):
+    for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         state_of, worker = checkpoint.state_names(prefix), stepping(optimizer)
+        known = {name for group in checkpoint.info.optimizers[index].groups for name in group}
         for parameter in (p for group in worker.param_groups for p in group["params"]):
             found = state_of.get(names[id(parameter)], {})
             state = {key: _like(checkpoint, full, parameter, full in on_host) for key, full in found.items()}
             if state:
                 worker.state[parameter] = state
+            elif names[id(parameter)] in known:
+                worker.state.pop(parameter, None)  # made in steps that are taken back
     _restore_beside(checkpoint, subjects)
 
 

@@ -170,7 +170,7 @@ class _Buffer:
             packed = self._packed(images)
             self.kind.unpack({name: part.to(self.like.device) for name, part in packed.items()}, self.like)
             self.unpacked = images
-        return self.like[first : first + count]
+        return self.like[first : first + count].clone()  # another thread may unpack another step there meanwhile
 
     def _packed(self, images: dict[int, RecordImage]) -> dict[str, Tensor]:
         return {

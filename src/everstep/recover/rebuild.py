@@ -22,10 +22,11 @@ from everstep.capture.layout import DTYPES, Subjects, optimizer_name
 from everstep.capture.sharded import stepping
 from everstep.capture.update import has_rows, over
 from everstep.capture.update import rebuild as by_name
-from everstep.errors import Diverged, EverstepError
+from everstep.errors import Damaged, Diverged, EverstepError
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.chain import Chain
 from everstep.recover.replay import Proof, advance, as_many_threads
+from everstep.store.manifest import uncovered
 from everstep.topology import Topology
 from everstep.types import OptimizerInfo, Piece, Place
 
@@ -89,6 +90,9 @@ def advanced(
     for name, pieces in chain.last.pieces.items():
         found.pieces[name] = [(piece, part.clone()) for piece, part in pieces]
     found.pieces |= parts.pieces
+    missing = uncovered(tuple(piece for piece, _ in pieces) for pieces in found.pieces.values())
+    if missing is not None:
+        raise Damaged(f"records do not lead to a whole checkpoint: {missing}", step=found.step)
     return Rebuilt(checkpoint=found, base=mine.step, proven=proven, foreign="", updated=frozenset(parts.pieces))
 
 
@@ -125,16 +129,20 @@ class _Parts:
         own = {name for name in places if base.kind(name).private} if self.compares else set()
         return [name for name in places if name in self._fresh or name in own]
 
-    def counts(self, name: str) -> bool:
-        """Whether a tensor of the present rank goes into the digest: each once, and what is a rank's own of `own`."""
-        return _parameter_of(name) in self._fresh and (self._rank == self.own or not self._is_private(name))
+    def counts(self, name: str, has_place: bool) -> bool:
+        """Whether a tensor of the present rank goes into the digest: each once, and what is a rank's own of `own`.
 
-    def _is_private(self, name: str) -> bool:
+        `has_place`: it lies where its parameter does, row by row.
+        """
+        is_mine = self._rank == self.own or not self._is_private(name, has_place)
+        return _parameter_of(name) in self._fresh and is_mine
+
+    def _is_private(self, name: str, has_place: bool) -> bool:
         assert self._base is not None
         if name in self._base.pieces:
             return self._base.kind(name).private
         place = self._places[_parameter_of(name)]
-        return place.extent != place.shape  # state that was made since, and has no rows
+        return not has_place and place.extent != place.shape  # made since: a counter beside a part is each rank's own
 
     def take(self, subjects: Subjects) -> None:
         """The present rank's parameters and their state are as of the last step."""
@@ -143,10 +151,10 @@ class _Parts:
             parameter, tensor = _parameter_of(entry.name), entry.tensor.detach().cpu()
             has_place = entry.name == parameter or has_rows(entry.tensor, parameters[parameter])
             piece = _piece(entry.name, tensor, self._places[parameter] if has_place else None)
-            if self.counts(entry.name):
+            if self.counts(entry.name, has_place):
                 if has_place or entry.name not in self.pieces:
                     self.pieces.setdefault(entry.name, []).append((piece, tensor))
-            elif self.compares and self._is_private(entry.name):
+            elif self.compares and self._is_private(entry.name, has_place):
                 known = self.pieces.get(entry.name)
                 if known is None or not same_bits(tensor, known[0][1]):
                     self.unlike.add(entry.name)

@@ -94,8 +94,8 @@ def _independent(subjects: Subjects) -> list[int]:
 class Proof:
     """Sums up digests, and compares them with those that were taken in training."""
 
-    def __init__(self, steps: Sequence[Consumed], counts: Callable[[str], bool] = lambda _: True) -> None:
-        """`counts`: whether a tensor is among those of which the digests were taken."""
+    def __init__(self, steps: Sequence[Consumed], counts: Callable[[str, bool], bool] = lambda *_: True) -> None:
+        """`counts`: whether a tensor, with or without a parameter's rows, is among those that the digests are of."""
         self.counts = counts
         self._expected = {one.step: sum(one.digest) % MODULUS for one in steps if one.digest is not None}
         self._common = dict.fromkeys(self._expected, 0)
@@ -146,7 +146,7 @@ def _whole(
                 _apply(doubles[call.optimizer], whole[call.optimizer], call, one)
                 _adopt(subjects.optimizers[call.optimizer], whole[call.optimizer], doubles[call.optimizer])
         if proof.wants(one.step):
-            mine = [e for e in subjects.listing().entries if e.gate in doubles]
+            mine = [e for e in subjects.listing().entries if e.gate in doubles and proof.counts(e.name, True)]
             proof.add(one.step, state_digest(share(mine, topology.rank, topology.world)))
 
 
@@ -353,9 +353,10 @@ class _Slabs:
                 if has_rows(value, member.parameter):
                     rows.append((name, value))
                 elif isinstance(value, Tensor) and part.first == 0 and (part.counts or not is_shared):
-                    sums[not is_shared].extend([digest(name, value)] if proof.counts(name) else [])
+                    sums[not is_shared].extend([digest(name, value)] if proof.counts(name, False) else [])
             if part.counts:
-                sums[not entry.common].extend(digest(name, value, at) for name, value in rows if proof.counts(name))
+                counted = (digest(name, value, at) for name, value in rows if proof.counts(name, True))
+                sums[not entry.common].extend(counted)
         return added(sums[0]), added(sums[1])
 
     def _settle(self, part: _Part, member: Member) -> Iterator[tuple[Tensor, dict[str, Any]]]:
