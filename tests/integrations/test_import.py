@@ -298,7 +298,7 @@ def moved(table: Any, offset: float) -> None:
         (lambda table: table.planner_data.update({"w": ("q",), "m.k": ("q",)}), "two entries have the place"),
         (lambda table: many_times([], lambda one: [one, one]), "a list where a Metadata should be"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "table",
 )
 def test_a_table_of_dcp_that_was_tampered_with_is_damage(change: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(Damaged, match=said):
