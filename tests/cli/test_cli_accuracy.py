@@ -56,6 +56,7 @@ def test_a_person_sees_how_far_it_is_once_it_takes_long(cli: Cli, monkeypatch: p
     assert said.json["done"] == 4
 
 
+@pytest.mark.soak
 def test_a_process_that_is_interrupted_leaves_what_it_has(tmp_path: Path) -> None:
     """The real signal, in the middle of it."""
     words = ("lab", "accuracy", "--workers", 2, "--steps", 10, "--seeds", 1000, "--json", "--out", tmp_path)

@@ -121,6 +121,7 @@ def test_a_keeper_brings_what_its_program_left_to_the_disk(tmp_path: Path) -> No
     assert digest(loaded(tmp_path, state(0))) == digest(state(1))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("operation", [4, *(pytest.param(n, marks=pytest.mark.soak) for n in (0, 1, 2, 3, 5, 6, 7, 8))])
 def test_a_keeper_that_is_killed_while_it_writes_is_followed_by_another(
     operation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +172,7 @@ def test_a_newest_checkpoint_without_its_commit_is_not_passed_over(tmp_path: Pat
     assert loaded(tmp_path, state(0), checkpoint_id="1")["n"] == 1
 
 
+@pytest.mark.soak
 def test_a_run_whose_directory_is_lost_is_read_from_the_deeper_tier(tmp_path: Path) -> None:
     place, tiers = tmp_path / "run", [Shared(str(tmp_path / "shared"), every=1)]
     with Writer(place, tiers=tiers) as writer:

@@ -52,6 +52,7 @@ def test_whatever_is_trained_goes_on_bit_for_bit(words: tuple[object, ...], kill
     check_ranks_resumed_bit_for_bit(train(), *words, kill=kill)
 
 
+@pytest.mark.soak
 def test_another_number_of_ranks_is_refused_with_the_name_of_a_part() -> None:
     with run_directory() as directory:
         job(train(), directory, "--epochs", 1, kill_after=3)
@@ -67,6 +68,7 @@ def test_another_number_of_ranks_is_refused_with_the_name_of_a_part() -> None:
         assert everstep.open(directory).latest() in (2, 3)  # which is still there for two
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [

@@ -102,6 +102,7 @@ def test_two_lost_nodes_are_made_good_by_reed_solomon(nodes: Any) -> None:
     assert results(job.live(lambda rank: [scr.init(), read_back(rank)][1])) == ["step2"] * 4
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_without_protection_a_lost_node_is_refused_clearly_on_all_ranks(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="SINGLE", SCR_FLUSH=0)
@@ -224,6 +225,7 @@ def test_nothing_is_retired_from_the_prefix_unless_asked(nodes: Any) -> None:
     assert len(list(few.prefix.glob(".everstep/job/step-*.json"))) == 2
 
 
+@pytest.mark.soak
 def test_a_flush_that_lacks_a_part_is_not_offered(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=1, SCR_FLUSH_ASYNC=0)
     job.live(write_some(3, level="flushed"))
@@ -232,6 +234,7 @@ def test_a_flush_that_lacks_a_part_is_not_offered(nodes: Any) -> None:
     assert results(job.live(go_on)) == [["step2"]] * 2
 
 
+@pytest.mark.soak
 def test_bytes_that_were_changed_on_the_prefix_are_found_and_the_one_before_is_given(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=1, SCR_FLUSH_ASYNC=0)
     job.live(write_some(2, level="flushed"))
@@ -284,6 +287,7 @@ def test_a_keeper_that_dies_is_replaced_and_what_it_was_to_bring_is_brought(node
     assert results(job.live(go_on)) == [["step4"]] * 2
 
 
+@pytest.mark.soak
 def test_outputs_lie_on_the_prefix_as_files_and_are_never_restarted_from(nodes: Any) -> None:
     job = nodes(2, SCR_FLUSH=1)
 
@@ -323,6 +327,7 @@ def test_an_output_that_was_on_its_way_is_brought_by_the_next_life(nodes: Any) -
 # -- dying in the middle
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_dies_in_complete_output_leaves_the_dataset_before(victim: int, nodes: Any) -> None:
     job = nodes(2, 1, SCR_COPY_TYPE="XOR", SCR_FLUSH=0)
@@ -368,6 +373,7 @@ def test_a_checkpoint_that_ends_its_readers_is_not_tried_for_ever(nodes: Any) ->
 # -- being told
 
 
+@pytest.mark.soak
 def test_a_dataset_that_is_not_valid_on_one_rank_is_dropped_on_all(nodes: Any) -> None:
     job = nodes(2, 1, SCR_COPY_TYPE="XOR")
 
@@ -387,6 +393,7 @@ def test_a_dataset_that_is_not_valid_on_one_rank_is_dropped_on_all(nodes: Any) -
     assert results(job.live(go_on)) == [["step3"]] * 3
 
 
+@pytest.mark.soak
 def test_a_restart_that_fails_on_one_rank_goes_on_to_the_one_before_until_there_is_none(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=0)
     job.live(write_some(2))

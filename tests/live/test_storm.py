@@ -97,7 +97,7 @@ LATER = ", and spares come later"
 SOAK = [pytest.mark.soak, pytest.mark.timeout(900)]
 STORMS = [
     pytest.param(POLICIES[-1], 4, False, id="4 by all policies"),
-    pytest.param(POLICIES[-1], 4, True, id=f"4 by all policies{LATER}"),
+    pytest.param(POLICIES[-1], 4, True, id=f"4 by all policies{LATER}", marks=SOAK),
     *(
         pytest.param(policies, losses, later, id=f"{losses} by {policies}{LATER * later}", marks=SOAK)
         for losses in (6, 50)

@@ -171,6 +171,7 @@ class Late(Own):
         return super().forward(x) if self.steps > 1 else laid_out.Pair.forward(self, x) + self.own
 
 
+@pytest.mark.soak
 def test_own_values_cannot_be_shared_out_whether_a_base_or_records_have_them(tmp_path: Path) -> None:
     """And come back where they were, to as many ranks as before."""
     kinds = (("tp", "snapshot", "Own"), ("tp", "log", "Late"), ("alone", "log", "Late"))
