@@ -25,8 +25,8 @@ LOGGED = [name for name in ON_ONE_RANK if not name.startswith("data_")]
 
 
 def by_strategy(names: list[str]) -> list[object]:
-    """Every feature by bases; by the log all in the soak, and every fifth of those that concern it always."""
-    logged = [name for name in names if name in LOGGED][::5]
+    """Every feature by bases; by the log all in the soak, and every eighth of those that concern it always."""
+    logged = [name for name in names if name in LOGGED][::8]
     return [
         *((name, "snapshot") for name in names),
         *((name, "log") if name in logged else pytest.param(name, "log", marks=pytest.mark.soak) for name in names),

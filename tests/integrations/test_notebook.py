@@ -123,6 +123,7 @@ def loop(tmp_path: Path) -> Iterator[Callable[..., str]]:
         forget_memory(record.parent)
 
 
+@pytest.mark.soak
 def test_cells_that_break_off_in_every_way_end_with_the_same_bits(
     notebook: Notebook, loop: Callable[..., str], tmp_path: Path
 ) -> None:

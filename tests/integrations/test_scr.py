@@ -119,6 +119,7 @@ def test_without_protection_a_lost_node_is_refused_clearly_on_all_ranks(nodes: A
     assert "no checkpoint can be restored" in said and "no readable part of rank 1" in said
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param((2, 1), (2,), id="fewer", marks=pytest.mark.soak), pytest.param((1, 1), (2, 1), id="more")],
@@ -188,6 +189,7 @@ def test_ranks_may_come_back_on_other_nodes(nodes: Any) -> None:
 # -- flushing
 
 
+@pytest.mark.soak
 def test_the_prefix_alone_gives_back_what_was_flushed(nodes: Any) -> None:
     job = nodes(1, 1, SCR_COPY_TYPE="PARTNER", SCR_FLUSH=2)
 
@@ -246,6 +248,7 @@ def test_bytes_that_were_changed_on_the_prefix_are_found_and_the_one_before_is_g
     assert results(job.live(go_on)) == [["step1"]] * 2
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_flush_that_fails_is_seen_and_nobody_is_held_up(nodes: Any) -> None:
     job = nodes(1, SCR_FLUSH=1)
@@ -420,6 +423,7 @@ def refused(call: Any, *words: str) -> None:
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+@pytest.mark.soak
 def test_a_wrong_order_of_calls_is_refused_on_all_ranks_and_the_job_goes_on(nodes: Any) -> None:
     job = nodes(2, 1, SCR_COPY_TYPE="XOR")
 
@@ -533,6 +537,7 @@ def test_checkpoints_are_due_by_calls_by_time_and_by_cost() -> None:
     assert not is_near_end(choose({}, {}), {"SLURM_JOB_END_TIME": "1000"}, 2000)
 
 
+@pytest.mark.soak
 def test_all_leave_when_the_allocation_is_about_to_end(nodes: Any) -> None:
     job = nodes(2, SCR_HALT_SECONDS=3600, SCR_CHECKPOINT_INTERVAL=100)
 

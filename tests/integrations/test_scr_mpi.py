@@ -92,6 +92,7 @@ def test_a_node_that_mpi_lost_is_made_good_over_mpi(nodes: Any) -> None:
     assert under_mpi(job, ["-c", ROUND_TRIP]).count("restarted from step2") == 2
 
 
+@pytest.mark.soak
 @with_mpi
 def test_the_example_runs_under_mpi(nodes: Any) -> None:
     job = nodes(2, SCR_CHECKPOINT_INTERVAL=10, SCR_FLUSH=2)
