@@ -213,7 +213,10 @@ class Arena:
 
     def populate(self) -> None:
         """Map every page now, for those who will touch them all; whoever only looks need not wait for that."""
-        _populate(self.slots)  # an older kernel maps them as they are touched
+        try:
+            _populate(self.slots)
+        except OSError:
+            return  # they were taken when the arena was made, and are mapped as they are touched
 
     def close(self) -> None:
         for buffer in (self.control, *self.slots):
