@@ -198,8 +198,10 @@ class OnDisk(Everstep):
 
 
 class DenseLog(Everstep):
+    """Where the disk is too slow for it bases are taken often: through spare device memory."""
+
     name = "Everstep, dense log"
-    options: ClassVar = {"strategy": "log"}
+    options: ClassVar = {"strategy": "log", "mode": "device"}
 
 
 class TopKLog(Everstep):

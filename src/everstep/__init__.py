@@ -12,7 +12,8 @@ capture/        which part of a tensor is whose         sharded watch layout buc
 capture/        off the device, without stopping it     host arena life copier hooks shape snapshot extras
 capture/        where the data stands                   stream position
 capture/        in which order DDP adds gradients up    reductions
-capture/        what the optimizers consumed            bits digest update stepped purity sheet form tap gradients
+capture/        what the optimizers consumed            bits digest update stepped purity sheet form tap room
+capture/        a record per step                       gradients
 capture/        what it costs, and which way to go on   moments steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier blocks disk memory manifest frame gaps log retain

@@ -24,7 +24,7 @@ from torch import nn
 
 import everstep
 from everstep import Disk
-from everstep.capture import gradients, steering
+from everstep.capture import room, steering
 from everstep.capture.arena import Arena
 from everstep.capture.snapshot import Capture
 from everstep.errors import BadConfig
@@ -279,7 +279,7 @@ def test_nothing_gathers_for_longer_than_may_be_lost(directory: Path) -> None:
 
 def unhurried_life(directory: Path, at_step: Callable[[everstep.Run], None]) -> dict[str, Any]:
     """Records would wait for each other for ever, once it is known what a flush costs."""
-    gradients._MIN_SLOTS = 200  # type: ignore[attr-defined]
+    room._MIN_SLOTS = 200  # type: ignore[attr-defined]
 
     def never_due() -> None:
         stop_the_clock()

@@ -38,11 +38,13 @@ MEMFD = "memfd"
 # every record; or a whole state that the keeper advances.
 ArenaKind = Literal["base", "log", "values", "replica"]
 
+SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
+
 _MAGIC = b"EVERSTEP"
 _HEADER = struct.Struct("<8sIIIIQQ32s8s")  # magic, format, rank, world, slots, slot bytes, layout digest, run, kind
 _OWNER = struct.Struct("<Q")  # pid; not in the header, which is never written again, so that no crash can tear it
 _LIVE = struct.Struct("<Qd")  # newest step, time of its cut
-_TAKEN = struct.Struct("<Q")  # of a ring: the newest step that is on a medium; of values: the one that is being read
+_TAKEN = struct.Struct("<Q")  # of a ring: the newest step that nobody needs; of values: the one that is being read
 _SEAL = struct.Struct("<QQdQQ32s")  # sequence, step, cut time, length, layout digest, generation
 _CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
 _SUM = struct.Struct("<Q")
@@ -152,6 +154,7 @@ class Arena:
         if len(self.control) < _head_bytes(count) + count * _checks_bytes(slot_bytes):
             raise Damaged("an arena whose control file is cut off", file=place)
         self.slots = [mmap.mmap(slot, self.slot_bytes) for slot in slots]
+        self._next = self._sequence = 0  # of a ring: the slot whose turn it is; the newest seal by this object
 
     # -- making and finding
 
@@ -270,20 +273,28 @@ class Arena:
         free = [slot for slot in range(len(self.slots)) if slot not in barred]
         return min(free, key=lambda slot: seals[slot].sequence if slot in seals else -1, default=None)
 
-    def free_records(self) -> int:
-        """Of a ring: how many slots have no record, or one that is on a medium."""
-        seals, taken = self.seals(), self.taken()
-        return sum(slot not in seals or seals[slot].step <= taken for slot in range(len(self.slots)))
+    def has_room(self, records: int) -> bool:
+        """Of a ring: whether the slots whose turn is next have no records, or such as nobody needs."""
+        taken, count = self.taken(), len(self.slots)
+        return records <= count and all(
+            self._is_free(at % count, taken) for at in range(self._next, self._next + records)
+        )
 
     def taken_slot(self, busy: Collection[int]) -> int | None:
-        """Of a ring: a slot whose record is on a medium, or that has none, and that is not busy being filled."""
-        seals, taken = self.seals(), self.taken()
-        free = [
-            slot
-            for slot in range(len(self.slots))
-            if slot not in busy and (slot not in seals or seals[slot].step <= taken)
-        ]
-        return min(free, key=lambda slot: seals[slot].sequence if slot in seals else -1, default=None)
+        """Of a ring: a slot that has no record, or one that nobody needs, and that is not busy being filled.
+
+        They have their turns: a look at every one of 200 would cost more than a step may.
+        """
+        taken, count = self.taken(), len(self.slots)
+        for slot in (at % count for at in range(self._next, self._next + count)):
+            if slot not in busy and self._is_free(slot, taken):
+                self._next = (slot + 1) % count
+                return slot
+        return None
+
+    def _is_free(self, slot: int, taken: int) -> bool:
+        seal = self._seal_of(slot)
+        return seal is None or seal.step <= taken
 
     def unseal(self, slot: int) -> None:
         self.before("unseal")
@@ -300,8 +311,8 @@ class Arena:
 
     def seal(self, slot: int, *, step: int, cut_time: float, generation: str) -> None:
         self.before("seal")
-        newest = max((seal.sequence for seal in self.seals().values()), default=0)
-        sequence = max(newest + 1, time.time_ns())  # never used twice, so that stale checks match nothing
+        newest = self._sequence or max((seal.sequence for seal in self.seals().values()), default=0)
+        sequence = self._sequence = max(newest + 1, time.time_ns())  # never used twice: stale checks match nothing
         record = _SEAL.pack(sequence, step, cut_time, self.slot_bytes, self.layout_digest, generation.encode())
         at = _SEALS_AT + slot * _SEAL_BYTES
         self.control[at : at + _SEAL.size + _SUM.size] = _pack(record)
@@ -332,16 +343,18 @@ class Arena:
 
     def seals(self) -> dict[int, Seal]:
         """The sealed slots."""
-        found = {}
-        for slot in range(len(self.slots)):
-            fields = _unpack(_SEAL, self.control, _SEALS_AT + slot * _SEAL_BYTES)
-            if fields is not None and fields[3] == self.slot_bytes:
-                sequence, step, cut_time, length, digest, generation = fields
-                found[slot] = Seal(
-                    sequence=sequence, step=step, cut_time=cut_time, length=length, layout_digest=digest,
-                    generation=generation.decode(),
-                )  # fmt: skip
-        return found
+        found = {slot: self._seal_of(slot) for slot in range(len(self.slots))}
+        return {slot: seal for slot, seal in found.items() if seal is not None}
+
+    def _seal_of(self, slot: int) -> Seal | None:
+        fields = _unpack(_SEAL, self.control, _SEALS_AT + slot * _SEAL_BYTES)
+        if fields is None or fields[3] != self.slot_bytes:
+            return None
+        sequence, step, cut_time, length, digest, generation = fields
+        return Seal(
+            sequence=sequence, step=step, cut_time=cut_time, length=length, layout_digest=digest,
+            generation=generation.decode(),
+        )  # fmt: skip
 
     def torn(self) -> list[int]:
         """The slots whose seal does not match its checksum: a crash in the moment of sealing, or damage."""

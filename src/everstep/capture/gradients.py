@@ -9,9 +9,13 @@ The road of one record:
     seal      the record is whole: it survives the trainer
 
 A record is an image like a base's, in a slot of a ring. The keeper takes records from the ring to a medium, and says
-which it has (`Arena.taken`): only those are overwritten. If it is too slow the ring is full, and if a step cannot be
-repeated (an optimizer stepped twice in it, say) there is nothing to record: then the chain ends, with a reason, and
-only a base makes a new beginning. `whole_since` is the step that this base must have reached.
+which nobody needs any more (`Arena.taken`): only those are overwritten. If it is too slow the ring is full, and if a
+step cannot be repeated (an optimizer stepped twice in it, say) there is nothing to record: then the chain ends, with a
+reason, and only a base makes a new beginning. `whole_since` is the step that this base must have reached.
+
+A medium may be too slow for all records at any time, as a disk is for the gradients of a large model. After the ring
+was full once bases are taken before it is full again: with a newer base in memory nobody needs the records before it,
+and each step still survives the trainer.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from everstep.capture.hooks import around_step
 from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
 from everstep.capture.purity import Purity
+from everstep.capture.room import Room
 from everstep.capture.shape import Shape, pin
 from everstep.capture.stepped import gradients_of
 from everstep.capture.tap import Tap
@@ -41,10 +46,8 @@ from everstep.events import ChainEnded, Degraded, RingMade
 from everstep.image import ImageLayout
 from everstep.timeline import Kind
 
-_MIN_SLOTS, _MAX_SLOTS = 4, 200
 _PATIENCE_S = 0.5  # with a full ring, beside the share of the time that all of this may cost
 _LOOK_S = 0.001
-_SHARED_RING_BYTES = 16 << 20
 _LOOKS = 4  # records whose gradients are compared with their packed form, before signs are trusted
 _DIGEST_EVERY = 64  # steps; a digest costs a few passes over the state
 _BEGINS = "records begin with a base, and with the step in which an optimizer is tried"
@@ -68,6 +71,7 @@ class Recorder:
         self._left = left  # rings and values of an earlier life, until they are taken over or a base takes their place
         self._form: Form | None = None
         self._born, self._waited_s = time.monotonic(), 0.0  # for room in the ring
+        self._room = Room(life)
         self._slot: int | None = None  # that the present step is recorded into
         self._draining: set[int] = set()  # slots that earlier steps are still on their way to
         self._calls: dict[int, dict[str, Any]] = {}
@@ -142,6 +146,7 @@ class Recorder:
         if self._slot is None:
             self._open_slot(form)
             if self._slot is None:
+                self._room.was_full()
                 return "the ring is full: the keeper does not write records as fast as they come"
         if not self._calls:
             form.record.await_drain(self._copier)
@@ -331,10 +336,9 @@ class Recorder:
             form.heavy[1].rebind(fresh)
         return True
 
-    @property
-    def is_short_of_room(self) -> bool:
-        """Whether the step after next may find the ring full."""
-        return self._form is not None and self._form.record.arena.free_records() <= 1
+    def needs_base(self, newest: int) -> bool:
+        """Whether only a base that is newer than the newest can make room in the ring before it is full."""
+        return self._form is not None and self._room.needs_base(self._form.record.arena, newest)
 
     def _miss(self, step: int, reason: str) -> bool:
         self.whole_since = step
@@ -411,11 +415,13 @@ class Recorder:
             self._left += [form.record.arena, *([form.heavy[0].arena] if form.heavy is not None else [])]
 
     def _arena_for(self, base_bytes: int, layout: ImageLayout, kind: ArenaKind) -> Arena:
-        """Take over an arena that is there and fits, else make one; a ring has about the size of a base."""
+        """Take over an arena that is there and fits, else make one."""
         for arena in self._left:
             if arena.rank == self._life.topology.rank and arena.kind == kind:
                 self._life.attach(arena)  # so that the keeper writes what is in it before it looks at the new one
-        slots = self._slots_for(kind, base_bytes, layout)
+        slots = self._life.newest + 2  # of values the newest stay, one is written, one is read
+        if kind == "log":
+            slots = self._room.slots(base_bytes, layout.total_bytes)
         for arena in self._left:
             is_alike = (arena.kind, arena.layout_digest, arena.slot_bytes) == (kind, layout.digest, layout.total_bytes)
             if is_alike and len(arena.slots) >= slots:
@@ -426,13 +432,6 @@ class Recorder:
         arena = self._life.make_arena(layout, kind=kind, slots=slots)
         self._life.attach(arena)
         return arena
-
-    def _slots_for(self, kind: ArenaKind, base_bytes: int, layout: ImageLayout) -> int:
-        if kind == "values":  # the newest stay, one is written, one is read
-            return self._life.newest + 2
-        # Several ranks share a chain: a moment's delay of one keeper should not end it for all.
-        room = max(base_bytes, _SHARED_RING_BYTES if self._life.topology.world > 1 else 0)
-        return max(_MIN_SLOTS, min(_MAX_SLOTS, room // layout.total_bytes))
 
     def close(self) -> list[Arena]:
         """Returns the rings, which somebody needs until a base is safe."""

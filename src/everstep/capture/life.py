@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep.capture.arena import Arena, ArenaKind
-from everstep.capture.host import choose_place
+from everstep.capture.host import arena_root, choose_place, free_memory
 from everstep.capture.moments import Moments
 from everstep.config import Settings
 from everstep.events import Sink
@@ -37,6 +37,10 @@ class Life:
             root, kind=kind, run=self.run, rank=self.topology.rank, world=self.topology.world, layout=layout,
             slots=slots,
         )  # fmt: skip
+
+    def free_memory(self) -> int:
+        """Bytes that arenas may still take."""
+        return free_memory(arena_root(self.settings.tiers.memory.path))
 
     def seal(self, arena: Arena, slot: int, *, step: int, cut_time: float) -> None:
         """All of a slot is there. On persistent memory the bytes must be safe before the seal is, and then the seal."""

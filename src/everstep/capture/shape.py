@@ -20,7 +20,6 @@ from torch import Tensor
 from everstep.capture.arena import Arena
 from everstep.capture.buckets import Bucket, buckets
 from everstep.capture.layout import (
-    BUCKET_BYTES,
     TORCH_DTYPES,
     Entry,
     Listing,
@@ -39,6 +38,7 @@ from everstep.types import ImageInfo, Piece
 _EXTRAS_MARGIN = 64 << 10
 _IN_FLIGHT = 2  # copies of up to a bucket that may be queued on the link
 SMALL_BYTES = 256 << 10  # device tensors below this are gathered
+LEAVING_BYTES = 32 << 20  # copied at once out of spare device memory, which no update waits for
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ class Run:
 
     def chunks(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Target and source of each copy out of the spare memory."""
-        for at in range(0, self.end - self.begin, BUCKET_BYTES):
-            source = self.memory[at : at + BUCKET_BYTES]
+        for at in range(0, self.end - self.begin, LEAVING_BYTES):
+            source = self.memory[at : at + LEAVING_BYTES]
             yield flat[self.begin + at : self.begin + at + len(source)], source
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from everstep.capture.arena import Arena
 from everstep.capture.copier import Copier
-from everstep.capture.layout import BUCKET_BYTES, Share
-from everstep.capture.shape import Lane, Run, make_lane, make_runs, place_in, unpin, view_in
+from everstep.capture.layout import Share
+from everstep.capture.shape import LEAVING_BYTES, Lane, Run, make_lane, make_runs, place_in, unpin, view_in
 from everstep.image import ImageLayout, lay_out
 from everstep.types import ImageInfo, Piece
 
@@ -119,8 +119,8 @@ class Sheet:
             for run in self.runs[device]:
                 for begin, end in spans:
                     low, high = max(begin, run.begin), min(end, run.end)
-                    for at in range(low, high, BUCKET_BYTES):
-                        until = min(high, at + BUCKET_BYTES)
+                    for at in range(low, high, LEAVING_BYTES):
+                        until = min(high, at + LEAVING_BYTES)
                         lane.begin()
                         flat[at:until].copy_(run.memory[at - run.begin : until - run.begin], non_blocking=True)
                         lane.end()

@@ -24,7 +24,7 @@ from operator import attrgetter
 
 import torch
 
-from everstep.capture.arena import MEMFD, Arena
+from everstep.capture.arena import MEMFD, SEALS_AHEAD, Arena
 from everstep.capture.copier import Copier
 from everstep.capture.hooks import Unseen, around_step
 from everstep.capture.layout import Subjects
@@ -36,7 +36,6 @@ from everstep.image import ImageLayout
 from everstep.timeline import Kind
 
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
-_SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
 _version = attrgetter("_version")
 
 
@@ -136,11 +135,12 @@ class Capture:
         """The state is consistent now: begin to copy it."""
         self._copier.raise_failure()
         begin = time.perf_counter()
-        self._copier.wait()
+        self._await_base()
         shape = self._shape
         if shape is not None and not shape.listing.unchanged_at_cut() and not shape.rebind(self._subjects):
             self._reshape = True
         if shape is None or self._reshape or len(extras) > shape.layout.extras_bytes - 8:
+            self._copier.wait()
             shape = self._shape = self._make_shape(len(extras))
             self._reshape = False
         for shadows, sources in shape.cut_groups:
@@ -156,6 +156,12 @@ class Capture:
         if self._fence_in_cut:
             self._copier.wait()
         self.stall_s += time.perf_counter() - begin
+
+    def _await_base(self) -> None:
+        """Until the base before is sealed or skipped; records may be on their way."""
+        if self.pending_step is not None:
+            with self._lock:
+                self._lock.wait_for(lambda: self.pending_step is None)
 
     def prepare(self, extras_bytes: int) -> Shape:
         """Be ready before the first cut, where the optimizers have their state already."""
@@ -314,8 +320,10 @@ class Capture:
         try:
             self._copy_and_seal(job)
         finally:
-            self.pending_step = None
-            self._advance(1 << 30)  # whatever happened, no update waits for it
+            with self._lock:
+                self._progress = 1 << 30  # whatever happened, no update waits for it
+                self.pending_step = None  # after that: the next cut begins to count anew as soon as it sees this
+                self._lock.notify_all()
 
     def _advance(self, progress: int) -> None:
         with self._lock:
@@ -348,7 +356,7 @@ class Capture:
         self.sealed_step, self.copy_s = job.step, ended - began
         self._moments.mark(Kind.COPY, job.step, began, ended)
         self._seals += 1
-        if self._seals >= (1 if self._life.topology.world == 1 else _SEALS_AHEAD):
+        if self._seals >= (1 if self._life.topology.world == 1 else SEALS_AHEAD):
             self.let_go()
 
     def let_go(self) -> None:

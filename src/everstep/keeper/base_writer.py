@@ -138,6 +138,7 @@ class BaseWriter:
             arena.close()
         self._last_at = time.monotonic()
         self.took_s = self._last_at - began
+        self._logbook.base_bytes_s = size / max(self.took_s, 1e-9)
         self._mark(Kind.PERSIST, step, began, self._last_at)
         self._emit(Persisted(step=step, bytes=size, seconds=self.took_s, direct=self._tier.wrote_direct))
         if not any(session.alive for session in sessions):

@@ -131,10 +131,16 @@ class Keeping:
         if base or self.capture.base_step < self.recorder.whole_since or is_base_due:
             self.capture.cut(step, trees.encode(tree, "state"))
             self._prepare(self.recorder)
-        if self.recorder.is_short_of_room and self._life.topology.world > 1:
-            # A rank must not go over to a base alone: neither would lead on from there with the records of the others.
-            self.take_base_at(step + _ALL_HEAR)
-            self._keeper.base_at(step + _ALL_HEAR)
+        if self.recorder.needs_base(max(self._base_steps, default=self.capture.base_step)):
+            self._ask_for_base(step)
+
+    def _ask_for_base(self, step: int) -> None:
+        """A rank must not go over to a base alone: neither would lead on from there with the records of the others."""
+        if self._life.topology.world == 1:
+            self.take_base_at(step + 1)
+            return
+        self.take_base_at(step + _ALL_HEAR)
+        self._keeper.base_at(step + _ALL_HEAR)
 
     def take_base_at(self, step: int) -> None:
         """All ranks take a base at a step that none of them can have passed."""

@@ -38,7 +38,8 @@ class Logbook:
         """`taken`: is told how far the records of a ring are on the medium. `kept_values`: of how many steps."""
         self._tier, self._emit, self._taken, self._kept_values = tier, emit, taken, kept_values
         self.writing = threading.Lock()  # for whoever changes anything
-        self.base = NONE  # the newest base on the medium, from which records lead on
+        self.base = NONE  # the newest base on the medium, from which records lead on,
+        self.base_bytes_s = 0.0  # and how fast it was written
         self.pins: list[Callable[[], int | None]] = []  # up to where others have taken records from the medium
         self.pinned_values: list[Callable[[], int | None]] = []  # which values others are about to take from there
         self.appointed: Callable[[], Order] | None = None  # where all nodes save values of the same step, of which one
@@ -97,7 +98,8 @@ class Logbook:
         half full: before, nobody could stop at them.
         """
         book = self._books[ring.rank]
-        found = sorted((seal for seal in ring.seals().values() if seal.step > book.last), key=lambda seal: seal.step)
+        after = max(book.last, ring.taken())  # others may be overwritten at any moment
+        found = sorted((seal for seal in ring.seals().values() if seal.step > after), key=lambda seal: seal.step)
         if not found or (book.has_values and not is_urgent and len(found) < len(ring.slots) // 2):
             return 0
         header = bytes(ring.image(0)[: image.header_bytes(ring.image(0))])
@@ -116,6 +118,16 @@ class Logbook:
         self._tensor_bytes[ring.rank] = newest.payload_bytes - (sum(newest.ranges[-1]) - layout.extras_offset)
         self._taken(ring, book.last)
         return len(following)
+
+    def pass_over(self, ring: Arena, base: int) -> None:
+        """All ranks have a base in memory: records up to it are let go unwritten, and others lead on from it."""
+        if base > max(self._books[ring.rank].last, ring.taken()):
+            self._taken(ring, base)
+
+    @property
+    def with_values(self) -> set[int]:
+        """The ranks of whose records nobody can stop at most: values must be there, too."""
+        return {rank for rank, book in self._books.items() if book.has_values}
 
     def rotate(self) -> None:
         """A base is on the medium: what follows begins new segments, so that old ones can go."""

@@ -2,27 +2,38 @@
 
 While a flush runs the next records gather by themselves; beyond that they wait for each other only as far as the run
 may lose them. Whoever waits for a record, and whoever is gone, is not kept waiting.
+
+A medium that takes longer for large records than the steps take is outpaced: whatever is written, the ring is full in
+the end. Then records stay in memory, where bases take their place, and only bases become durable. (Small ones are
+written together until it keeps up.)
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from everstep.capture.arena import Arena
-from everstep.events import Sink, Tuned
+from everstep.capture.room import LARGE_BYTES
+from everstep.events import Degraded, Sink, Tuned
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
 from everstep.timeline import Kind, Mark
 from everstep.tune.models import Tuning, has_moved, steps_per_flush
 
 _WEIGHT = 0.2  # of the newest flush in the running mean
+_FASTER = 2.0  # than records come: bases are written, so that records are tried again
+_TAKES = 2  # from the ring that are looked at: one may have met with something else on the medium
 
 
 class Pace:
     def __init__(self, logbook: Logbook, emit: Sink, mark: Mark) -> None:
         self._logbook, self._emit, self._mark = logbook, emit, mark
         self._step_s: dict[int, float] = {}  # by rank
+        self._record_s: dict[int, deque[float]] = {}  # that the medium took for a record, by rank
+        self._base, self._is_outpaced = logbook.base, False
         self._told: int | None = None
         self.flush_s = -1.0  # that an append and its flush take; -1: not known yet
 
@@ -37,26 +48,57 @@ class Pace:
             took = ended - began
             self._mark(Kind.APPEND, ring.taken(), began, ended, hello.rank)
             self.flush_s = took if self.flush_s < 0 else (1 - _WEIGHT) * self.flush_s + _WEIGHT * took
+            self._record_s.setdefault(hello.rank, deque(maxlen=_TAKES)).append(took / count)
         return count
 
-    def _is_due(self, ring: Arena, hello: Hello) -> bool:
+    def is_outpaced(self, rings: Sequence[Arena]) -> bool:
+        """Whether the medium takes longer for the records of a step than training takes for it."""
+        step_s = max(map(self._step_seconds, rings), default=0.0)
+        if self._logbook.base != self._base:
+            self._base = self._logbook.base
+            if self._logbook.base_bytes_s * step_s > _FASTER * sum(ring.slot_bytes for ring in rings):
+                self._record_s.clear()
+        is_known = all(len(self._record_s.get(ring.rank, ())) == _TAKES for ring in rings)
+        takes_s, was = sum(map(min, self._record_s.values())), self._is_outpaced
+        is_large = all(ring.slot_bytes >= LARGE_BYTES and ring.rank not in self._logbook.with_values for ring in rings)
+        self._is_outpaced = is_known and is_large and 0 < step_s < takes_s and (was or any(map(_is_crowded, rings)))
+        if self._is_outpaced and not was:
+            self._emit(
+                Degraded(
+                    what="records stay in memory, and only bases become durable",
+                    reason=f"the records of a step take {takes_s:.2g} s on the disk, and a step {step_s:.2g} s",
+                    tier="disk",
+                )
+            )
+        return self._is_outpaced
+
+    def _step_seconds(self, ring: Arena) -> float:
+        """From one cut to the next, as the seals of a ring have it; 0: not known yet."""
         cuts = sorted((seal.step, seal.cut_time) for seal in ring.seals().values())
-        waiting = [when for step, when in cuts if step > ring.taken()]
+        if cuts and cuts[-1][0] > cuts[0][0]:
+            (first, since), (last, until) = cuts[0], cuts[-1]
+            self._step_s[ring.rank] = max(1e-6, (until - since) / (last - first))
+        return self._step_s.get(ring.rank, 0.0)
+
+    def _is_due(self, ring: Arena, hello: Hello) -> bool:
+        waiting = [seal.cut_time for seal in ring.seals().values() if seal.step > ring.taken()]
         if not waiting:
             return False
-        (first, since), (last, until) = cuts[0], cuts[-1]
-        if last > first:
-            self._step_s[hello.rank] = max(1e-6, (until - since) / (last - first))
-        step_s = self._step_s.get(hello.rank)
-        if self.flush_s < 0 or step_s is None:
+        step_s = self._step_seconds(ring)
+        if self.flush_s < 0 or not step_s:
             return True
         tuning = steps_per_flush(
             step_s, self.flush_s, slots=len(ring.slots), lose_steps=hello.lose_steps, lose_s=hello.lose_s
         )
         self._tell(tuning)
-        return len(waiting) >= tuning.value or time.time() - waiting[0] >= tuning.value * step_s
+        return len(waiting) >= tuning.value or time.time() - min(waiting) >= tuning.value * step_s
 
     def _tell(self, tuning: Tuning) -> None:
         if has_moved(self._told, tuning.value):
             self._told = tuning.value
             self._emit(Tuned(**asdict(tuning)))
+
+
+def _is_crowded(ring: Arena) -> bool:
+    """Whether more records wait than one flush is meant to take."""
+    return sum(seal.step > ring.taken() for seal in ring.seals().values()) > len(ring.slots) // 2
