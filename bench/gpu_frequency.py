@@ -198,7 +198,7 @@ def bench_frequency(names: list[str], methods: list[str], scratch: Path, effort:
         check_time(name)
         case = make_case(name)
         torch.backends.cudnn.benchmark = True
-        step_s = _step_seconds(case)
+        step_s = step_seconds(case)
         entry: dict[str, Any] = {"title": case.title, "step_s": step_s, **limits, "cells": {}}
         cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * effort.longest_s)
         for method in methods:
@@ -241,7 +241,7 @@ def _disk_bytes_s(scratch: Path, size: int) -> float:
     return max(rates)
 
 
-def _step_seconds(case: Case) -> float:
+def step_seconds(case: Case) -> float:
     for _ in range(5):
         case.step()
     gpu_models.sync()

@@ -78,7 +78,7 @@ def train(case: gpu_models.Case, run: everstep.Run | None, steps: int) -> None:
         case.step()
         if run is not None:
             run.done()
-            if run._keeping.recorder is not None and run.step % 12 == 0:
+            if run._keeping.recorder is not None and run.step % 4 == 0:
                 run.wait("durable")  # so that the ring is never full, whatever the disk
     gpu_models.sync()
 

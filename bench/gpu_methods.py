@@ -21,7 +21,7 @@ import torch
 from common import timed
 from gpu_models import Case
 from log_peers import CheckFreq, TorchSave
-from log_turns import hooks_of, nothing, troubles
+from log_turns import hooks_now, hooks_of, nothing, troubles
 from peers import DcpAsync, DcpStaged, Saver, empty
 from torch import Tensor
 
@@ -94,6 +94,7 @@ def timed_steps(
         after()
     on_device = gpu_models.DEVICE == "cuda"
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_device else []
+    began = time.time()
     with timed() as timer:
         for event in events[:1]:
             event.record()
@@ -105,6 +106,7 @@ def timed_steps(
         for event in events[1:]:
             event.record()
             event.synchronize()
+    case.timed = (began, time.time())
     return (events[0].elapsed_time(events[1]) / 1e3 if events else timer.seconds) / steps
 
 
@@ -120,6 +122,7 @@ class Everstep(Method):
 
     def __init__(self, case: Case, root: Path, interval: int) -> None:
         super().__init__(case, root, interval)
+        self._not_ours = hooks_now(case.optimizer)
         self.run = everstep.guard(
             case.model, case.optimizer, dir=root / "run", lose_at_most=interval, linger="1s", keep=1,
             tiers=[*self.memory(), everstep.Disk(every=self.every)], **self.options,
@@ -137,7 +140,13 @@ class Everstep(Method):
         return []
 
     def _until_a_base_is_written(self) -> None:
-        """The keeper begins with one, and writes no other unasked: asking for the newest step would write two."""
+        """The keeper begins with one, and writes no other unasked: asking for the newest step would write two.
+
+        Of records it has to have all, or the ring is full before anything is timed.
+        """
+        if self.run._keeping.recorder is not None:
+            self.run.wait("durable", timeout=FIRST_BASE_S)
+            return
         deadline = time.monotonic() + FIRST_BASE_S
         while self.run.status()["durable_step"] is None:
             if time.monotonic() > deadline:
@@ -147,7 +156,7 @@ class Everstep(Method):
     def plain(self, steps: int) -> float:
         """Without any hook of ours; one that compresses gradients is not ours alone, and stays."""
         compression = self.run._keeping.compression
-        with hooks_of(self.case.optimizer, *([compression] if compression is not None else [])):
+        with hooks_of(self.case.optimizer, self._not_ours, *([compression] if compression is not None else [])):
             end_step = compression.end_step if compression is not None else nothing
             return timed_steps(self.case, steps, after=end_step)
 

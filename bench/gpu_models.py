@@ -22,6 +22,7 @@ class Case:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[], Tensor]
+    timed: tuple[float, float] = (0.0, 0.0)  # when the last block that was timed began and ended
 
     def step(self) -> None:
         with torch.autocast(DEVICE, torch.bfloat16):
