@@ -3,6 +3,8 @@
     python bench/gpu.py frequency [--only resnet18,gpt2] [--method NAME]   how often, and what every step costs
     python bench/gpu.py recovery [--only gpt2]                             from SIGKILL to the first new step
     python bench/gpu.py exact [--only gpt2]                                kill -9, resume, compare bits
+    python bench/gpu.py utilisation [--only gpt2]                          how busy the device is with each method
+    python bench/gpu.py paced                                              captures beside an all-reduce
     python bench/gpu.py all                                                each of them, in at most 25 minutes
 
 Blocks of steps with and without captures take turns on one model in one process, so every ratio comes from one run.
@@ -29,7 +31,9 @@ from gpu_exact import EXACT, bench_exact, exact_child, exact_report
 from gpu_frequency import METHODS, Effort, bench_frequency, frequency_report
 from gpu_merge import Entry, add_origins, earlier, has_failed, merge
 from gpu_models import CASES
+from gpu_paced import bench_paced, paced_report
 from gpu_recovery import MODELS, bench_recovery, recovery_report
+from gpu_utilisation import bench_utilisation, draw_utilisation, utilisation_report
 
 HERE = Path(__file__).parent
 STAND_INS = HERE.parent / "build" / "gpu-stand-ins"  # numbers of a CPU are nobody's results
@@ -42,6 +46,8 @@ class Part:
     names: tuple[str, ...]
     bench: Callable[[list[str], Path, argparse.Namespace], Iterator[tuple[str, Entry]]]
     report: Callable[[Report, dict[str, Any]], None]
+    others: tuple[str, ...] = ()  # models that it takes only if they are named
+    draw: Callable[[dict[str, Any], Path], None] | None = None
 
 
 def _frequency(names: list[str], scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
@@ -55,6 +61,13 @@ PARTS = {
     "recovery": Part(
         MODELS, lambda names, scratch, given: bench_recovery(names, scratch, given.deadline), recovery_report
     ),
+    "utilisation": Part(
+        ("gpt2",), lambda names, scratch, given: bench_utilisation(names, scratch, given.deadline), utilisation_report,
+        others=tuple(name for name in CASES if name != "gpt2"), draw=draw_utilisation,
+    ),
+    "paced": Part(
+        ("gpt2",), lambda names, scratch, given: bench_paced(names, scratch, given.deadline), paced_report
+    ),
     "exact": Part(EXACT, lambda names, scratch, given: bench_exact(names, scratch), exact_report),
 }  # fmt: skip
 
@@ -62,9 +75,10 @@ PARTS = {
 def run_part(name: str, given: argparse.Namespace) -> bool:
     """Whether no model failed. The report is saved whenever a model has more to say."""
     part = PARTS[name]
-    chosen = [model for model in part.names if not given.only or model in given.only.split(",")]
+    known = (*part.names, *part.others)
+    chosen = [model for model in known if model in given.only.split(",")] if given.only else list(part.names)
     if not chosen:
-        raise SystemExit(f"{name} has no model among {given.only}; it has {', '.join(part.names)}")
+        raise SystemExit(f"{name} has no model among {given.only}; it has {', '.join(known)}")
     words = [f"--{option} {value!r}" for option in ("only", "method") if (value := getattr(given, option))]
     command = " ".join(["python bench/gpu.py", name, *words])
     here = machine()
@@ -80,6 +94,8 @@ def run_part(name: str, given: argparse.Namespace) -> bool:
             part.report(report, report.data)
             add_origins(report, models)
             report.save(given.out, f"gpu-{name}")
+            if part.draw is not None:
+                part.draw(report.data, given.out / f"gpu-{name}.svg")
     print(report.markdown())
     return not failed
 
