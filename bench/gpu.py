@@ -51,7 +51,9 @@ class Part:
 
 
 def _frequency(names: list[str], scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
-    methods = [name for name in METHODS if not given.method or name in given.method.split(";")]
+    methods = [name for name in METHODS if name.startswith(tuple(given.method.split(";")))]
+    if not methods:
+        raise SystemExit(f"no method begins with {given.method!r}; there are {'; '.join(METHODS)}")
     effort = Effort(pairs=given.pairs, longest_s=given.longest, deadline=given.deadline)
     return bench_frequency(names, methods, scratch, effort)
 
@@ -104,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}")
-    parser.add_argument("--method", default="", help="frequency: some of the methods, with ; between")
+    parser.add_argument("--method", default="", help="frequency: how the names of methods begin, with ; between")
     parser.add_argument("--pairs", type=int, default=3, help="frequency: blocks with and without, of each method")
     parser.add_argument("--longest", type=float, default=8.0, help="frequency: seconds of training between two saves")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no new measurement begins")

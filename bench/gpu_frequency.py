@@ -6,7 +6,6 @@ of them where the cost of one save says that it should be, until one is good and
 
 from __future__ import annotations
 
-import gc
 import mmap
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ import torch
 from common import MB, Report, Stat, Table, Target
 from gpu_merge import each, one_line
 from gpu_methods import OTHERS, OURS, DenseLog, Everstep, Kept, Method, Replica, TopKLog
-from gpu_models import CASES, Case, link_bytes_s, make_case
+from gpu_models import CASES, Case, let_go, link_bytes_s, make_case
 from peers import raw_write
 
 MOST = 0.05  # of the time, that a method may cost
@@ -90,7 +89,7 @@ def measure(way: Method, interval: int, step_s: float, pairs: int) -> Run:
     """Blocks with and without. One save that takes longer than a block is a block of its own, and the only one."""
     run = Run(interval)
     way.begin(interval)
-    plain_steps = max(5, min(60, round(BLOCK_S / step_s)))
+    plain_steps = max(3, min(60, round(BLOCK_S / step_s)))
 
     def kept(steps: int) -> float:
         seconds = way.block(steps)
@@ -98,13 +97,15 @@ def measure(way: Method, interval: int, step_s: float, pairs: int) -> Run:
         run.unsynced_s.append(seconds - way.sync_s)
         return seconds
 
-    least = 1 if way.is_reusable else ceil(4 / interval)  # one step alone does not show what overlaps with the next
-    period_s = interval * kept(least * interval)
-    run.plain_s.append(way.plain(plain_steps))
-    if period_s < 2 * BLOCK_S:
-        run.kept_s, run.unsynced_s, run.plain_s = [], [], []  # it was to learn how long one takes
+    least, period_s = ceil(3 / interval), interval * step_s  # one step does not show what overlaps with the next
+    if way.is_reusable:  # whoever is asked to save at a step does that, however long it takes
+        least, period_s = 1, interval * kept(interval)
+    if run.kept_s and period_s >= 2 * BLOCK_S:
+        run.plain_s.append(way.plain(plain_steps))
+    else:
+        run.kept_s, run.unsynced_s = [], []  # it was to learn how long one takes
         steps = interval * max(least, min(60, round(BLOCK_S / period_s)))
-        for pair in range(pairs):
+        for pair in range(pairs if period_s < 2 * BLOCK_S else 1):
             for is_kept in (pair % 2 == 0, pair % 2 == 1):
                 if is_kept:
                     kept(steps)
@@ -208,15 +209,11 @@ def bench_frequency(names: list[str], methods: list[str], scratch: Path, effort:
             entry["cells"][method] = asdict(cell)
             print(f"{case.title:34} {method:34} {time.monotonic() - began:5.1f} s  {_line(cell)}", flush=True)
             yield entry
-            gc.collect()
-            if on_device:
-                torch.cuda.empty_cache()
+            let_go()
 
     for name in names:
         yield from each(name, one)
-        gc.collect()
-        if on_device:
-            torch.cuda.empty_cache()
+        let_go()
 
 
 def _tried(ways: Ways, method: type[Method], step_s: float, effort: Effort, cell_s: float) -> Cell:
@@ -249,7 +246,9 @@ def step_seconds(case: Case) -> float:
     for _ in range(8):
         case.step()
     gpu_models.sync()
-    return (time.perf_counter() - began) / 8
+    step_s = (time.perf_counter() - began) / 8
+    case.lead = max(1, min(3, ceil(0.1 / step_s)))
+    return step_s
 
 
 def _line(cell: Cell) -> str:

@@ -32,7 +32,6 @@ from everstep.events import Persisted, Skipped, read_events
 from everstep.keeper.client import keeper_pid
 
 FIRST_BASE_S = 90.0  # for the largest state on a slow disk
-LEAD = 3  # steps at the beginning of a block that nobody times: they fill the queue of the device
 
 
 @dataclass
@@ -89,7 +88,7 @@ def timed_steps(
     end: Callable[[], None] = nothing,
 ) -> float:
     """Seconds a step on the stream of training, from the middle of a loop; `end` comes before the clock stops."""
-    for _ in range(LEAD):
+    for _ in range(case.lead):
         case.step()
         after()
     on_device = gpu_models.DEVICE == "cuda"
@@ -165,7 +164,7 @@ class Everstep(Method):
         self.run.done()
         self.run.wait("sealed")  # after plain steps this is a base, and records lead on from it
         seconds = timed_steps(self.case, steps, after=self._done)
-        self.found.steps += steps + LEAD
+        self.found.steps += steps + self.case.lead
         self.run.wait("sealed")
         return seconds
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from common import MB, Report, Stat, Table
 from gpu_frequency import step_seconds
 from gpu_merge import each
-from gpu_methods import LEAD, Host, end_keeper
+from gpu_methods import Host, end_keeper
 from gpu_models import Case, make_case
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -109,10 +109,11 @@ def train(name: str, root: Path) -> None:
     """One rank. Its last line is what it has seen."""
     everstep.init_process_group("gloo")
     case, reducing = reduced_case(name)
+    step_s = torch.tensor([step_seconds(case)])
+    dist.broadcast(step_s, 0)
+    steps = max(3, min(MOST_STEPS, round(BLOCK_S / step_s.item())))
+    case.lead = 1  # all ranks have blocks of the same length
     way = OneOfTwo(case, root, 1)
-    steps_ = torch.tensor([BLOCK_S / step_seconds(case)])
-    dist.broadcast(steps_, 0)  # all ranks have blocks of the same length
-    steps = max(3, min(MOST_STEPS, round(steps_.item())))
     run: dict[str, Callable[[int], float]] = {OFF: way.plain, UNPACED: way.block, PACED: way.block}
     found: dict[str, Any] = {way_: {"step_s": [], "reduce_s": []} for way_ in WAYS}
     for round_ in range(ROUNDS):
@@ -123,7 +124,7 @@ def train(name: str, root: Path) -> None:
                 before = len(reducing.spans_s)
                 found[how]["step_s"].append(run[how](steps))
                 extra = len(reducing.spans_s) - before - steps
-                assert extra >= LEAD
+                assert extra >= case.lead
                 found[how]["reduce_s"].append(Stat(reducing.spans_s[before + extra :]).median)
     dist.barrier()
     kept = way.result()

@@ -5,7 +5,6 @@ Six seconds a method in at least three blocks, put together to one line; then as
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from common import Report, Stat, Table
 from gpu_frequency import METHODS, Ways, step_seconds
 from gpu_merge import each, one_line
 from gpu_methods import Kept, Method, timed_steps
-from gpu_models import CASES, Case, make_case
+from gpu_models import CASES, Case, let_go, make_case
 from gpu_svg import Row, write_rows
 
 PLAIN = "nothing kept"
@@ -145,7 +144,7 @@ def bench_utilisation(names: list[str], scratch: Path, deadline: float) -> Itera
             said = line.error or f"{line.mean:.1f} %, {Stat(line.kept_s).text(1e3)} ms/step, {line.source}"
             print(f"{case.title:34} {method.name:34} {time.monotonic() - began:5.1f} s  {said}", flush=True)
             yield entry
-            gc.collect()
+            let_go()
 
     sampler = Sampler(scratch)
     try:
