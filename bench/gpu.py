@@ -90,7 +90,8 @@ def run_part(name: str, given: argparse.Namespace) -> bool:
     models, failed = dict(old), set()
     with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=given.scratch, ignore_cleanup_errors=True) as folder:
         for model, entry in part.bench(chosen, Path(folder), given):
-            models[model] = merge(old.get(model, {}), entry, made)
+            before = models if "error" in entry else old  # what was found until it failed stays
+            models[model] = merge(before.get(model, {}), entry, made)
             failed |= {model} if has_failed(entry) else set()
             report = Report("Everstep on one GPU", command, here, data={"models": models})
             part.report(report, report.data)
