@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_models
 import torch
 from common import Report, Table, Target
-from gpu_models import DEVICE
 from torch import Tensor, nn
 
 import everstep
@@ -57,14 +58,14 @@ def _small(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
             )
             config._attn_implementation = "eager"
             model = transformers.BertForMaskedLM(config)
-        model = model.to(DEVICE).train()
+        model = model.to(gpu_models.DEVICE).train()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name == "bert")
     import torchvision.models as vision
 
     model = vision.resnet18() if name == "resnet18" else vision.alexnet()
     if name == "alexnet":
         model.avgpool = nn.Identity()  # it pools 6 x 6 to 6 x 6, with a backward that has no deterministic form
-    model = model.to(DEVICE).train()
+    model = model.to(gpu_models.DEVICE).train()
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
@@ -83,8 +84,8 @@ def exact_child(name: str, directory: Path, kill: bool) -> None:
     run = everstep.guard(model, optimizer, loader, dir=directory, steps=STEPS, epochs=None, linger="30s")
     losses = {}
     for inputs, labels in run:
-        inputs, labels = inputs.to(DEVICE), labels.to(DEVICE)
-        with torch.autocast(DEVICE, torch.bfloat16):
+        inputs, labels = inputs.to(gpu_models.DEVICE), labels.to(gpu_models.DEVICE)
+        with torch.autocast(gpu_models.DEVICE, torch.bfloat16):
             loss = (
                 nn.functional.cross_entropy(model(inputs), labels)
                 if vision
@@ -111,7 +112,8 @@ def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _start(name: str, directory: Path, *, kill: bool) -> subprocess.Popen[str]:
-    arguments = ["exact", "--exact-child", name, "--scratch", str(directory), *(["--kill"] if kill else [])]
+    arguments = ["exact", "--exact-child", name, "--scratch", str(directory), "--device", gpu_models.DEVICE]
+    arguments += ["--kill"] if kill else []
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("gpu.py")), *arguments],
@@ -125,13 +127,12 @@ def _answer(child: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(lines[0]) if lines else {"code": child.returncode, "error": err.strip()[-1500:]}
 
 
-def bench_exact(names: list[str], scratch: Path) -> dict[str, Any]:
+def bench_exact(names: list[str], scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """All models at once: the uninterrupted run beside the one that is killed, then the one that goes on."""
     whole = {name: _start(name, scratch / f"{name}-whole", kill=False) for name in names}
     killed = {name: _start(name, scratch / f"{name}-cut", kill=True) for name in names}
     deaths = {name: _answer(child) for name, child in killed.items()}
     resumed = {name: _start(name, scratch / f"{name}-cut", kill=False) for name in names}
-    found = {}
     for name in names:
         a, b = _answer(whole[name]), _answer(resumed[name])
         entry = {"whole": a, "resumed": b, "died": deaths[name].get("code") == -signal.SIGKILL}
@@ -141,16 +142,16 @@ def bench_exact(names: list[str], scratch: Path) -> dict[str, Any]:
             and a["digest"] == b["digest"]
             and all(a["losses"][step] == loss for step, loss in b["losses"].items())
         )  # fmt: skip
-        found[name] = entry
         problem = "" if entry["exact"] else json.dumps([a, b, deaths[name]])[:3000]
         print(
             f"{name:10} resumed from {b.get('from')}: {'the same bits' if entry['exact'] else 'NOT EXACT'} {problem}",
             flush=True,
         )
-    return found
+        yield name, entry
 
 
-def exact_report(report: Report, found: dict[str, Any]) -> None:
+def exact_report(report: Report, data: dict[str, Any]) -> None:
+    found = {name: entry for name, entry in data["models"].items() if "exact" in entry}
     rows = [
         [
             name,

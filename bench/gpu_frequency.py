@@ -6,12 +6,13 @@ of them where the cost of one save says that it should be, until one is good and
 
 from __future__ import annotations
 
-import gc
 import mmap
 import shutil
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
@@ -20,13 +21,16 @@ from typing import Any
 import gpu_models
 import torch
 from common import MB, Report, Stat, Table, Target
+from gpu_merge import each, one_line
 from gpu_methods import OTHERS, OURS, DenseLog, Everstep, Kept, Method, Replica, TopKLog
-from gpu_models import Case, link_bytes_s, make_case
+from gpu_models import CASES, Case, let_go, link_bytes_s, make_case
 from peers import raw_write
 
 MOST = 0.05  # of the time, that a method may cost
-BLOCK_S = 0.8
+BLOCK_S = 0.5
 RUNS = 6  # of one method on one model, at most
+CELL_S, LARGE_CELL_S = 14.0, 60.0  # after which a method gets no further run on a model,
+LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
 CLOSE = 0.8  # a fifth shorter than the shortest that is good is not looked for
 LIGHTCHECK = {
     "resnet18": 1,
@@ -73,6 +77,7 @@ class Cell:
     runs: list[Run] = field(default_factory=list)
     error: str = ""
     longest: bool = False  # longer intervals would have taken more time than there was
+    ended: bool = False  # by the limit on its time, before the shortest was known to a fifth
 
     def best(self, *, durable: bool = False) -> Run | None:
         """The shortest interval that costs little enough, if one was found."""
@@ -80,39 +85,72 @@ class Cell:
         return min(good, key=lambda run: run.apart(durable=durable)) if good else None
 
 
-def measure(case: Case, method: type[Method], interval: int, step_s: float, pairs: int) -> Run:
-    root = Path(tempfile.mkdtemp(prefix="everstep-bench-", dir=_scratch))
+def measure(way: Method, interval: int, step_s: float, pairs: int) -> Run:
+    """Blocks with and without. One save that takes longer than a block is a block of its own, and the only one."""
     run = Run(interval)
-    try:
-        way = method(case, root, interval)
-        try:
-            period_s = interval * (way.block(2 * interval) if interval * step_s < BLOCK_S else step_s)
-            steps = interval * max(1, min(60, round(BLOCK_S / period_s)))
-            for pair in range(pairs if period_s < 2 * BLOCK_S else 1):
-                for kept in (pair % 2 == 0, pair % 2 == 1):
-                    if kept:
-                        run.kept_s.append(way.block(steps))
-                        run.unsynced_s.append(run.kept_s[-1] - way.sync_s)
-                    else:
-                        run.plain_s.append(way.plain(max(5, min(60, round(BLOCK_S / step_s)))))
-        finally:
-            run.kept = asdict(way.close())
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    way.begin(interval)
+    plain_steps = max(3, min(60, round(BLOCK_S / step_s)))
+
+    def kept(steps: int) -> float:
+        seconds = way.block(steps)
+        run.kept_s.append(seconds)
+        run.unsynced_s.append(seconds - way.sync_s)
+        return seconds
+
+    least, period_s = ceil(3 / interval), interval * step_s  # one step does not show what overlaps with the next
+    if way.is_reusable:  # whoever is asked to save at a step does that, however long it takes
+        least, period_s = 1, interval * kept(interval)
+    if run.kept_s and period_s >= 2 * BLOCK_S:
+        run.plain_s.append(way.plain(plain_steps))
+    else:
+        run.kept_s, run.unsynced_s = [], []  # it was to learn how long one takes
+        steps = interval * max(least, min(60, round(BLOCK_S / period_s)))
+        for pair in range(pairs if period_s < 2 * BLOCK_S else 1):
+            for is_kept in (pair % 2 == 0, pair % 2 == 1):
+                if is_kept:
+                    kept(steps)
+                else:
+                    run.plain_s.append(way.plain(plain_steps))
+    run.kept = asdict(way.result())
     return run
 
 
-_scratch: Path | None = None  # where the disk is
+class Ways:
+    """One method on one model: a new object for each interval, if it has to be."""
+
+    def __init__(self, case: Case, method: type[Method], scratch: Path) -> None:
+        self._case, self._method, self._scratch = case, method, scratch
+        self._way: Method | None = None
+        self._root: Path | None = None
+
+    def at(self, interval: int) -> Method:
+        if self._way is None or not self._way.is_reusable:
+            self.close()
+            self._root = Path(tempfile.mkdtemp(prefix="everstep-bench-", dir=self._scratch))
+            self._way = self._method(self._case, self._root, interval)
+        return self._way
+
+    def close(self) -> None:
+        way, self._way = self._way, None
+        try:
+            if way is not None:
+                way.close()
+        finally:
+            if self._root is not None:
+                shutil.rmtree(self._root, ignore_errors=True)
 
 
-def bench_cell(case: Case, method: type[Method], step_s: float, pairs: int, longest_s: float) -> Cell:
+def bench_cell(ways: Ways, method: type[Method], step_s: float, *, pairs: int, longest_s: float, cell_s: float) -> Cell:
     """Overhead at every step, then the shortest interval that costs little enough."""
     cell = Cell()
     too_short, good, interval = 0, 0, 1
     longest = max(2, int(longest_s / step_s))
+    began = time.monotonic()
     while len(cell.runs) < RUNS:
-        run = measure(case, method, interval, step_s, pairs)
+        before = time.monotonic()
+        run = measure(ways.at(interval), interval, step_s, pairs)
         cell.runs.append(run)
+        took_s = time.monotonic() - before
         cost = run.overhead(durable=False).median
         if cost <= MOST:
             good = interval
@@ -128,42 +166,67 @@ def bench_cell(case: Case, method: type[Method], step_s: float, pairs: int, long
         else:
             interval = max(too_short + 1, ceil(1.03 * interval * cost / MOST))
         interval = min(interval, longest)
+        next_s = max(interval - run.interval, 0) * step_s + took_s
+        if time.monotonic() - began + next_s > cell_s:
+            cell.longest = not good
+            cell.ended = True
+            break
     return cell
 
 
-def bench_frequency(
-    names: list[str], methods: list[str], scratch: Path, *, pairs: int, longest_s: float, budget_s: float
-) -> dict[str, Any]:
-    global _scratch
-    _scratch = scratch
-    deadline = time.monotonic() + budget_s
+@dataclass(kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    pairs: int
+    longest_s: float
+    deadline: float
+
+
+def bench_frequency(names: list[str], methods: list[str], scratch: Path, effort: Effort) -> Iterator[tuple[str, Any]]:
+    """Each model's entry again and again, as it grows by one method after another."""
+
+    def check_time(what: str) -> None:
+        if time.monotonic() > effort.deadline:
+            raise TimeoutError(f"no time was left for {what}")
+
     on_device = gpu_models.DEVICE == "cuda"
-    data: dict[str, Any] = {"link_bytes_s": link_bytes_s() if on_device else 0.0, "models": {}}
-    data["disk_bytes_s"] = _disk_bytes_s(scratch, 2**30 if on_device else 2**26)
-    print(f"link {data['link_bytes_s'] / 1e9:.1f} GB/s, disk {data['disk_bytes_s'] / 1e9:.2f} GB/s", flush=True)
-    for name in names:
+    limits = {"link_bytes_s": link_bytes_s() if on_device else 0.0}
+    limits["disk_bytes_s"] = _disk_bytes_s(scratch, 2**30 if on_device else 2**26)
+    print(f"link {limits['link_bytes_s'] / 1e9:.1f} GB/s, disk {limits['disk_bytes_s'] / 1e9:.2f} GB/s", flush=True)
+
+    def one(name: str) -> Iterator[dict[str, Any]]:
+        check_time(name)
         case = make_case(name)
         torch.backends.cudnn.benchmark = True
-        step_s = _step_seconds(case)
-        entry: dict[str, Any] = {"title": case.title, "step_s": step_s, "cells": {}}
-        data["models"][name] = entry
+        step_s = step_seconds(case)
+        entry: dict[str, Any] = {"title": case.title, "step_s": step_s, **limits, "cells": {}}
+        cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * effort.longest_s)
         for method in methods:
-            cell = Cell(error="no time was left")
+            check_time(f"{method} and what comes after it")
             began = time.monotonic()
-            if began < deadline:
-                try:
-                    cell = bench_cell(case, METHODS[method], step_s, pairs, longest_s)
-                except Exception as error:
-                    traceback.print_exc()
-                    cell = Cell(error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+            cell = _tried(Ways(case, METHODS[method], scratch), METHODS[method], step_s, effort, cell_s)
             entry["cells"][method] = asdict(cell)
             print(f"{case.title:34} {method:34} {time.monotonic() - began:5.1f} s  {_line(cell)}", flush=True)
-            gc.collect()
-        del case
-        gc.collect()
-        if on_device:
-            torch.cuda.empty_cache()
-    return data
+            yield entry
+            let_go()
+
+    for name in names:
+        yield from each(name, one)
+        let_go()
+
+
+def _tried(ways: Ways, method: type[Method], step_s: float, effort: Effort, cell_s: float) -> Cell:
+    try:
+        return bench_cell(
+            ways, method, step_s, pairs=effort.pairs, longest_s=effort.longest_s, cell_s=cell_s
+        )  # fmt: skip
+    except Exception as error:
+        traceback.print_exc()
+        return Cell(error=one_line(error))
+    finally:
+        with suppress(Exception):
+            ways.close()
 
 
 def _disk_bytes_s(scratch: Path, size: int) -> float:
@@ -175,7 +238,7 @@ def _disk_bytes_s(scratch: Path, size: int) -> float:
     return max(rates)
 
 
-def _step_seconds(case: Case) -> float:
+def step_seconds(case: Case) -> float:
     for _ in range(5):
         case.step()
     gpu_models.sync()
@@ -183,7 +246,9 @@ def _step_seconds(case: Case) -> float:
     for _ in range(8):
         case.step()
     gpu_models.sync()
-    return (time.perf_counter() - began) / 8
+    step_s = (time.perf_counter() - began) / 8
+    case.lead = max(1, min(3, ceil(0.1 / step_s)))
+    return step_s
 
 
 def _line(cell: Cell) -> str:
@@ -199,12 +264,13 @@ def _line(cell: Cell) -> str:
 
 def frequency_report(report: Report, data: dict[str, Any]) -> None:
     report.data = data
-    models = {name: (entry, _cells(entry)) for name, entry in data["models"].items()}
-    methods = list(dict.fromkeys(method for _, cells in models.values() for method in cells))
+    entries = {name: data["models"][name] for name in CASES if "cells" in data["models"].get(name, {})}
+    models = {name: (entry, _cells(entry)) for name, entry in entries.items()}
+    methods = [name for name in METHODS if any(name in cells for _, cells in models.values())]
     report.tables += [
-        _interval_table(models, methods, data["disk_bytes_s"], durable=False),
-        _interval_table(models, methods, data["disk_bytes_s"], durable=True),
-        _every_step_table(models, methods, data["link_bytes_s"]),
+        _interval_table(models, methods, durable=False),
+        _interval_table(models, methods, durable=True),
+        _every_step_table(models, methods),
     ]
     for name, (entry, cells) in models.items():
         ours = {m: cell.best() for m, cell in cells.items() if issubclass(METHODS[m], Everstep) and not cell.error}
@@ -216,11 +282,11 @@ def frequency_report(report: Report, data: dict[str, Any]) -> None:
                 f"{found[least]:.3g} ({least})" if least else "none", bool(least) and found[least] <= 1.01,
             )
         )  # fmt: skip
-        report.targets.append(_overhead_target(name, entry, cells, data["link_bytes_s"]))
+        report.targets.append(_overhead_target(name, entry, cells))
 
 
-def _overhead_target(name: str, entry: dict[str, Any], cells: dict[str, Cell], link: float) -> Target:
-    host = cells.get("Everstep, host", Cell(error="not run"))
+def _overhead_target(name: str, entry: dict[str, Any], cells: dict[str, Cell]) -> Target:
+    link, host = entry["link_bytes_s"], cells.get("Everstep, host", Cell(error="not run"))
     if host.error or not link:
         return Target(f"{entry['title']}: every step", "<= 1 %", host.error or "no device", None)
     state = host.runs[0].found.bytes_moved
@@ -238,14 +304,15 @@ def _overhead_target(name: str, entry: dict[str, Any], cells: dict[str, Cell], l
 
 def _cells(entry: dict[str, Any]) -> dict[str, Cell]:
     return {
-        method: Cell([Run(**run) for run in cell["runs"]], cell["error"], cell["longest"])
+        method: Cell(**{**cell, "runs": [Run(**run) for run in cell["runs"]]})
         for method, cell in entry["cells"].items()
     }
 
 
 def _interval_table(
-    models: dict[str, tuple[dict[str, Any], dict[str, Cell]]], methods: list[str], disk: float, *, durable: bool
+    models: dict[str, tuple[dict[str, Any], dict[str, Cell]]], methods: list[str], *, durable: bool
 ) -> Table:
+    disk = Stat([entry["disk_bytes_s"] for entry, _ in models.values()])
     what = "on the disk and synced" if durable else "kept"
     table = Table(
         f"Steps from one that is {what} to the next, at 5 % or less",
@@ -257,7 +324,8 @@ def _interval_table(
             "is in a file. torch.save without its fsync. LightCheck's row is what it published, on a V100 with Optane. "
         )
         + "The shortest interval whose run cost at most 5 %, to a fifth, with that cost; `> n`: every n steps cost "
-        f"more. The disk takes {disk / 1e9:.2f} GB/s (O_DIRECT, four threads).",
+        "more, and there was no time for a longer interval; `<= n`: there was none for a shorter one. "
+        f"The disk takes {disk.text(1e-9)} GB/s (O_DIRECT, four threads).",
     )  # fmt: skip
     for method in methods:
         cells = [cells.get(method, Cell(error="-")) for _, cells in models.values()]
@@ -276,30 +344,36 @@ def _interval(cell: Cell, *, durable: bool) -> str:
         return f"> {last.interval} ({last.overhead(durable=durable).median:.1%})"
     apart = best.apart(durable=durable)
     shown = "none" if apart == float("inf") else f"{apart:.3g}"
+    shown = f"<= {shown}" if cell.ended and best.interval > 1 and shown != "none" else shown
     return f"{shown} ({best.overhead(durable=durable).median:.1%})"
 
 
-def _every_step_table(
-    models: dict[str, tuple[dict[str, Any], dict[str, Cell]]], methods: list[str], link: float
-) -> Table:
+def _every_step_table(models: dict[str, tuple[dict[str, Any], dict[str, Cell]]], methods: list[str]) -> Table:
+    link = Stat([entry["link_bytes_s"] for entry, _ in models.values()])
     table = Table(
         "Every step",
-        ["model", "ms/step", "method", "overhead %", "MB off the device", "MB written", "kept", "call ms", "remarks"],
+        [
+            "model", "method", "ms/step without", "overhead %", "200 steps s", "MB off the device", "link ms",
+            "MB written", "kept", "call ms", "remarks",
+        ],
         note="bf16 autocast. Overhead: median over pairs of neighbouring blocks with and without, lowest and highest, "
-        f"by events on the stream of training; the log of top-k over training that compresses. The link moves "
-        f"{link / 1e9:.1f} GB/s. Bytes: of one step that is kept. call: what the loop itself calls, median.",
+        "by events on the stream of training; the log of top-k over training that compresses. 200 steps: with and "
+        f"without, by the medians of the blocks. Bytes: of one step that is kept; link ms: what they take at least, at "
+        f"{link.text(1e-9)} GB/s. call: what the loop itself calls, median.",
     )  # fmt: skip
     for entry, cells in models.values():
         for method in methods:
             cell = cells.get(method)
             if cell is None or cell.error or not cell.runs:
-                table.rows.append([entry["title"], "-", method, *["-"] * 5, cell.error if cell else ""])
+                table.rows.append([entry["title"], method, *["-"] * 8, cell.error if cell else "not run"])
                 continue
             run = cell.runs[0]
-            found = run.found
+            found, plain_s = run.found, Stat(run.plain_s).median
+            link_ms = f"{found.bytes_moved / entry['link_bytes_s'] * 1e3:.1f}" if entry["link_bytes_s"] else "-"
             table.rows.append([
-                entry["title"], f"{Stat(run.plain_s).median * 1e3:.1f}", method, run.overhead().text(100, 2),
-                f"{found.bytes_moved / MB:.0f}", f"{found.bytes_written / MB:.0f}", f"{found.kept} of {found.steps}",
+                entry["title"], method, f"{plain_s * 1e3:.1f}", run.overhead().text(100, 2),
+                f"{200 * Stat(run.kept_s).median:.1f} / {200 * plain_s:.1f}", f"{found.bytes_moved / MB:.0f}", link_ms,
+                f"{found.bytes_written / MB:.0f}", f"{found.kept} of {found.steps}",
                 f"{Stat(found.done_s).median * 1e3:.2f}" if found.done_s else "-", "; ".join(found.troubles),
             ])  # fmt: skip
     return table

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, required=True, help="where the files of torch.save and DCP are")
     parser.add_argument("--device", required=True)
     parser.add_argument("--steps", type=int, default=0, help="to train after the first, before it is ready")
+    parser.add_argument("--keep", action="store_true", help="be ready only when all is durable, or protected")
     parser.add_argument("--save", action="append", default=[], help="leave a file for torch.load, dcp.load")
     given = parser.parse_args()
     gpu_models.DEVICE = given.device
@@ -47,7 +48,7 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         model = torch.nn.parallel.DistributedDataParallel(model)
     mark("model")
-    run, said = None, {"resumed_from": None, "replay": 0.0}
+    run, said = None, {"resumed_from": None}
     if given.how in ("bases", "log"):
         run, said = guard(case, model, given)
     else:
@@ -59,7 +60,7 @@ def main() -> None:
     size = sum(tensor.nbytes for tensor in tensors_of(case.model, case.optimizer))
     print(json.dumps({"moments": MOMENTS, **said, "state_bytes": size}), flush=True)
     train(case, run, given.steps)
-    if run is not None:
+    if run is not None and given.keep:
         run.wait("protected" if "EVERSTEP_TIERS" in os.environ else "durable")
     given.peers.mkdir(parents=True, exist_ok=True)
     for how in given.save:
@@ -77,7 +78,7 @@ def train(case: gpu_models.Case, run: everstep.Run | None, steps: int) -> None:
         case.step()
         if run is not None:
             run.done()
-            if run._keeping.recorder is not None and run.step % 8 == 0:
+            if run._keeping.recorder is not None and run.step % 4 == 0:
                 run.wait("durable")  # so that the ring is never full, whatever the disk
     gpu_models.sync()
 
@@ -91,8 +92,10 @@ def guard(case: gpu_models.Case, model: Any, given: argparse.Namespace) -> tuple
         options["tiers"] = [everstep.Disk(every="1h")]
     run = everstep.guard(model, case.optimizer, dir=given.dir, linger="300s", keep=1, **options)
     replayed = [event for event in read_events(given.dir) if isinstance(event, Replayed)]
-    took = replayed[-1].seconds if replayed and run.resumed_from is not None else 0.0
-    return run, {"resumed_from": run.resumed_from, "replay": took}
+    said: dict[str, Any] = {"resumed_from": run.resumed_from}
+    if replayed and run.resumed_from is not None:
+        said |= {"replay": replayed[-1].seconds, "replayed": replayed[-1].steps}
+    return run, said
 
 
 def save(case: gpu_models.Case, how: str, folder: Path) -> None:

@@ -6,8 +6,11 @@ kind would begin: whoever has one save in flight has waited for it by then.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,15 +21,17 @@ import torch
 from common import timed
 from gpu_models import Case
 from log_peers import CheckFreq, TorchSave
-from log_turns import hooks_of, nothing, troubles
+from log_turns import hooks_now, hooks_of, nothing, troubles
 from peers import DcpAsync, DcpStaged, Saver, empty
 from torch import Tensor
 
 import everstep
+from everstep.capture.host import arena_root
 from everstep.capture.snapshot import _WATCHED_CUTS
 from everstep.events import Persisted, Skipped, read_events
+from everstep.keeper.client import keeper_pid
 
-LEAD = 3  # steps at the beginning of a block that nobody times: they fill the queue of the device
+FIRST_BASE_S = 90.0  # for the largest state on a slow disk
 
 
 @dataclass
@@ -47,11 +52,16 @@ class Method:
 
     name = ""
     overlaps = True  # whether training goes on while one is saved
+    is_reusable = True  # whether one object may keep a loop at several intervals, one after another
     sync_s = 0.0
 
     def __init__(self, case: Case, root: Path, interval: int) -> None:
-        self.case, self.root, self.interval = case, root, interval
-        self.found = Kept()
+        self.case, self.root = case, root
+        self.begin(interval)
+
+    def begin(self, interval: int) -> None:
+        """Whatever comes now is counted for this interval."""
+        self.interval, self.found = interval, Kept()
 
     def block(self, steps: int) -> float:
         """Seconds a step, of so many that are kept as the method does it."""
@@ -61,8 +71,12 @@ class Method:
         """Seconds a step, of as many that are not."""
         return timed_steps(self.case, steps)
 
-    def close(self) -> Kept:
-        return self.found
+    def result(self) -> Kept:
+        """Of all blocks since the interval was given."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of everything."""
 
 
 def timed_steps(
@@ -74,11 +88,12 @@ def timed_steps(
     end: Callable[[], None] = nothing,
 ) -> float:
     """Seconds a step on the stream of training, from the middle of a loop; `end` comes before the clock stops."""
-    for _ in range(LEAD):
+    for _ in range(case.lead):
         case.step()
         after()
     on_device = gpu_models.DEVICE == "cuda"
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_device else []
+    began = time.time()
     with timed() as timer:
         for event in events[:1]:
             event.record()
@@ -90,6 +105,7 @@ def timed_steps(
         for event in events[1:]:
             event.record()
             event.synchronize()
+    case.timed = (began, time.time())
     return (events[0].elapsed_time(events[1]) / 1e3 if events else timer.seconds) / steps
 
 
@@ -99,11 +115,13 @@ def timed_steps(
 class Everstep(Method):
     """In one of its modes or strategies."""
 
+    is_reusable = False
     options: ClassVar[dict[str, Any]] = {"strategy": "snapshot"}
     every: int | str = "1h"  # how often the keeper writes a base
 
     def __init__(self, case: Case, root: Path, interval: int) -> None:
         super().__init__(case, root, interval)
+        self._not_ours = hooks_now(case.optimizer)
         self.run = everstep.guard(
             case.model, case.optimizer, dir=root / "run", lose_at_most=interval, linger="1s", keep=1,
             tiers=[*self.memory(), everstep.Disk(every=self.every)], **self.options,
@@ -112,7 +130,7 @@ class Everstep(Method):
         for _ in range(max(8, 3 * interval)):  # the first captures make arenas, try optimizers and are watched
             case.step()
             self.run.done()
-        self.run.wait("durable", timeout=120)
+        self._until_a_base_is_written()
         # Plain steps write parameters behind the gates; the first captures would be found out of order by that.
         self.run._capture._cuts += _WATCHED_CUTS
         self.run._capture._watched = None
@@ -120,10 +138,24 @@ class Everstep(Method):
     def memory(self) -> list[Any]:
         return []
 
+    def _until_a_base_is_written(self) -> None:
+        """The keeper begins with one, and writes no other unasked: asking for the newest step would write two.
+
+        Of records it has to have all, or the ring is full before anything is timed.
+        """
+        if self.run._keeping.recorder is not None:
+            self.run.wait("durable", timeout=FIRST_BASE_S)
+            return
+        deadline = time.monotonic() + FIRST_BASE_S
+        while self.run.status()["durable_step"] is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no base was on the disk after {FIRST_BASE_S:.0f} s")
+            time.sleep(0.02)
+
     def plain(self, steps: int) -> float:
         """Without any hook of ours; one that compresses gradients is not ours alone, and stays."""
         compression = self.run._keeping.compression
-        with hooks_of(self.case.optimizer, *([compression] if compression is not None else [])):
+        with hooks_of(self.case.optimizer, self._not_ours, *([compression] if compression is not None else [])):
             end_step = compression.end_step if compression is not None else nothing
             return timed_steps(self.case, steps, after=end_step)
 
@@ -132,7 +164,7 @@ class Everstep(Method):
         self.run.done()
         self.run.wait("sealed")  # after plain steps this is a base, and records lead on from it
         seconds = timed_steps(self.case, steps, after=self._done)
-        self.found.steps += steps + LEAD
+        self.found.steps += steps + self.case.lead
         self.run.wait("sealed")
         return seconds
 
@@ -145,22 +177,50 @@ class Everstep(Method):
         if self.run._keeping.last_step == self.run.step and not is_lost:
             self._kept.add(self.run.step)
 
-    def close(self) -> Kept:
+    def result(self) -> Kept:
         found, recorder, arena = self.found, self.run._keeping.recorder, self.run._capture.arena()
-        self.run.close()
+        if recorder is not None:
+            self.run.wait("durable", timeout=30)  # of what the ring still holds
+        durable_step = self.run.status()["durable_step"]
+        self.close()
         events = read_events(self.root / "run")
         skipped = {event.step for event in events if isinstance(event, Skipped)}
-        found.kept = len(self._kept - skipped)
+        kept = self._kept - skipped
+        found.kept = len(kept)
         written = {event.step: event.bytes for event in events if isinstance(event, Persisted)}
         if recorder is not None:
             found.bytes_moved = found.bytes_written = recorder.record_bytes
-            found.durable = found.kept  # what the ring had room for, the keeper has written
+            found.durable = sum(step <= durable_step for step in kept) if isinstance(durable_step, int) else 0
         else:
             found.bytes_moved = arena.slot_bytes if arena is not None else 0
-            found.bytes_written = max(written.values(), default=0)
-            found.durable = len(self._kept & written.keys())
+            found.bytes_written = max(written.values(), default=0) if self.every == 1 else 0  # of a step: not the base
+            found.durable = len(kept & written.keys())
         found.troubles = troubles(self.root / "run")
         return found
+
+    def close(self) -> None:
+        """Without a last base, which takes as long as the disk needs for it, and at once."""
+        if self.run.give_up():
+            end_keeper(self.run.status()["run"])  # type: ignore[arg-type]
+
+
+def end_keeper(run: str) -> None:
+    """And all that it holds in memory: 3 x 19 GB of one run leave no room for the next."""
+    pid = keeper_pid(run)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{pid}/maps").exists() and _has_memory(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    shutil.rmtree(arena_root(None) / run, ignore_errors=True)
+
+
+def _has_memory(pid: int) -> bool:
+    """Not so for one that is dead, even if nobody has asked for its exit code."""
+    try:
+        return bool(Path(f"/proc/{pid}/maps").read_text())
+    except OSError:
+        return False
 
 
 class Host(Everstep):
@@ -182,11 +242,9 @@ class Direct(Everstep):
         self._path = tempfile.mkdtemp(prefix="everstep-bench-", dir="/dev/shm")
         return [everstep.Memory(path=self._path)]
 
-    def close(self) -> Kept:
-        try:
-            return super().close()
-        finally:
-            shutil.rmtree(self._path, ignore_errors=True)
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._path, ignore_errors=True)
 
 
 class OnDisk(Everstep):
@@ -218,9 +276,9 @@ class Replica(Everstep):
     name = "Everstep, replica"
     options: ClassVar = {"strategy": "replica"}
 
-    def close(self) -> Kept:
+    def result(self) -> Kept:
         where: Any = self.run.status()["replica"]
-        found = super().close()
+        found = super().result()
         # It has not seen the plain steps, so it finds itself wrong at the next base.
         found.troubles = [trouble for trouble in found.troubles if not trouble.startswith("the replica was wrong")]
         return replace(found, troubles=[*found.troubles, f"{where['behind']} steps behind" if where else "no replica"])
@@ -262,6 +320,9 @@ class Peer(Method):
         self.found.steps += steps
         return seconds
 
+    def close(self) -> None:
+        self.finish()
+
 
 class CheckFreqs(Peer):
     name = "CheckFreq's method"
@@ -279,10 +340,9 @@ class CheckFreqs(Peer):
     def finish(self) -> None:
         self._peer.settle()
 
-    def close(self) -> Kept:
-        self.found.durable, self.found.bytes_moved = self.found.kept, self._peer.bytes
-        self.found.bytes_written = self._peer.bytes
-        return self.found
+    def result(self) -> Kept:
+        size = self._peer.bytes
+        return replace(self.found, durable=self.found.kept, bytes_moved=size, bytes_written=size)
 
 
 class TorchSaves(Peer):
@@ -302,10 +362,9 @@ class TorchSaves(Peer):
         self.sync_s = (self._peer.sync_s - before) / steps
         return seconds
 
-    def close(self) -> Kept:
-        self.found.durable, self.found.bytes_moved = self.found.kept, self._peer.bytes
-        self.found.bytes_written = self._peer.bytes
-        return self.found
+    def result(self) -> Kept:
+        size = self._peer.bytes
+        return replace(self.found, durable=self.found.kept, bytes_moved=size, bytes_written=size)
 
 
 class Whole:
@@ -331,11 +390,13 @@ class Dcp(Peer):
         super().__init__(case, root, interval)
         self._peer = self.saver(Whole(case), root)  # type: ignore[arg-type]
         self._where: Path | None = None
+        self._saves = 0
         self.save()  # what it makes only once
         self.finish()
 
     def save(self) -> None:
-        self._where = empty(self.root / f"dcp-{len(self.found.done_s) % 2}")  # the one before stays
+        self._saves += 1
+        self._where = empty(self.root / f"dcp-{self._saves % 2}")  # the one before stays
         self._peer.save(self._where)
 
     def gate(self, *_: object) -> None:
@@ -346,11 +407,13 @@ class Dcp(Peer):
             self._peer.durable(self._where)  # DCP syncs its files; the folder is a moment's work
             self._where = None
 
-    def close(self) -> Kept:
+    def result(self) -> Kept:
+        size = sum(path.stat().st_size for path in (self.root / "dcp-1").rglob("*"))
+        return replace(self.found, durable=self.found.kept, bytes_moved=size, bytes_written=size)
+
+    def close(self) -> None:
+        self.finish()
         self._peer.close()
-        size = sum(path.stat().st_size for path in (self.root / "dcp-0").rglob("*"))
-        self.found.durable, self.found.bytes_moved, self.found.bytes_written = self.found.kept, size, size
-        return self.found
 
 
 class DcpTuned(Dcp):

@@ -5,6 +5,7 @@ Random weights and inputs; nothing is downloaded.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ class Case:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[], Tensor]
+    lead: int = 3  # steps at the beginning of a block that nobody times: they fill the queue of the device
+    timed: tuple[float, float] = (0.0, 0.0)  # when the last block that was timed began and ended
 
     def step(self) -> None:
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -136,6 +139,14 @@ def link_bytes_s() -> float:
             torch.cuda.synchronize()
         rates.append(source.nbytes / timer.seconds)
     return max(rates)
+
+
+def let_go() -> None:
+    """Memory that nobody uses any more, of the device and pinned: the next method may need all of it."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        getattr(torch._C, "_host_emptyCache", lambda: None)()
 
 
 def sync() -> None:

@@ -14,20 +14,21 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gpu_models
 from common import MB, Report, Table, Target
+from gpu_merge import each, one_line
+from gpu_methods import end_keeper
 from peers import drop_cache
 
 import everstep
-from everstep.capture.host import arena_root
-from everstep.keeper.client import keeper_pid
 
 RECORDS = 100
-PATIENCE_S = 240.0
 PARTS = ("process", "imports and device", "model", "load", "first step")
 MODELS = ("gpt2", "gpt2-xl")
 LARGE = ("gpt2-xl",)  # for which neither memory nor disk have room several times
@@ -40,6 +41,7 @@ class Life:
     moments: dict[str, float] = field(default_factory=dict)
     resumed_from: int | None = None
     replay: float = 0.0
+    replayed: int = 0  # steps
     state_bytes: int = 0
     error: str = ""
 
@@ -57,6 +59,7 @@ class Node:
         self.directory = root / (name or "run")
         self._model, self._environment = model, {**os.environ, "EVERSTEP_NODE": name} if name else dict(os.environ)
         self._environment |= environment or {}
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)  # nobody compiles all modules anew in every life
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, how: str, *words: str, environment: dict[str, str] | None = None) -> None:
@@ -97,10 +100,7 @@ class Node:
         try:
             if self.name:
                 os.environ["EVERSTEP_NODE"] = self.name
-            pid = keeper_pid(run)
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)
-            shutil.rmtree(arena_root(None) / run, ignore_errors=True)
+            end_keeper(run)
         finally:
             os.environ.pop("EVERSTEP_NODE", None) if before is None else os.environ.update(EVERSTEP_NODE=before)
 
@@ -111,47 +111,77 @@ class Node:
             self.end_keeper()
 
 
-def bench_recovery(names: list[str], scratch: Path, budget_s: float) -> dict[str, Any]:
-    deadline = time.monotonic() + budget_s
-    data: dict[str, Any] = {"models": {}}
-    for name in names:
-        found: dict[str, Any] = {}
-        ways = [_alone] if name in LARGE else [_from_nodes, _by_records, _alone]
-        for way in ways:
-            if time.monotonic() > deadline:
-                continue
+Lives = Iterator[tuple[str, Life] | None]  # None: something has begun, or is ready; others may go on meanwhile
+
+
+def bench_recovery(names: list[str], scratch: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """First all lives that are to be lost begin, side by side; when all are ready, they are lost one after another."""
+
+    def one(name: str) -> Iterator[dict[str, Any]]:
+        if time.monotonic() > deadline:
+            raise TimeoutError("no time was left")
+        entry: dict[str, Any] = {"lives": {}}
+        begun: dict[str, Lives] = {}
+        for way in [_alone] if name in LARGE else [_alone, _by_records, _from_partner, _by_parity]:
             root = scratch / f"{name}{way.__name__}"
             root.mkdir()
+            begun[way.__name__.strip("_").replace("_", " ")] = way(name, root)
+        failed: list[str] = []
+        for _ in ("begin", "be ready"):
+            for what, lives in begun.items():
+                if what not in failed and (error := _advanced(lives)):
+                    entry["lives"][what] = asdict(Life(error=error))
+                    failed.append(what)
+        yield entry
+        for what, lives in begun.items():
             try:
-                for what, life in way(name, root):
-                    found[what] = asdict(life)
-                    print(f"{name:10} {what:26} {_line(life)}", flush=True)
+                for found in lives:
+                    if found is not None:
+                        entry["lives"][found[0]] = asdict(found[1])
+                        print(f"{name:10} {found[0]:26} {_line(found[1])}", flush=True)
+                        yield entry
             except Exception as error:
-                print(f"{name:10} {way.__name__}: {type(error).__name__}: {error}", flush=True)
-                found[way.__name__.strip("_").replace("_", " ")] = asdict(Life(error=str(error).splitlines()[-1][:200]))
+                traceback.print_exc()
+                entry["lives"][what] = asdict(Life(error=one_line(error)))
+            yield entry
+
+    for name in names:
+        yield from each(name, one)
+        for root in scratch.glob(f"{name}_*"):
             shutil.rmtree(root, ignore_errors=True)
-        data["models"][name] = found
-    return data
 
 
-def _alone(name: str, root: Path) -> Any:
+def _advanced(lives: Lives) -> str:
+    """Why it could not be."""
+    try:
+        next(lives)
+    except Exception as error:
+        traceback.print_exc()
+        return one_line(error)
+    return ""
+
+
+def _alone(name: str, root: Path) -> Lives:
     """From memory, from the disk, and with the files of others."""
     node = Node(root, name)
     try:
         others = ("torch.load",) if name in LARGE else ("torch.load", "dcp.load")
-        node.start("bases", "--steps", "3", *(f"--save={how}" for how in others))
+        node.start("bases", "--keep", *(f"--save={how}" for how in others))
+        yield None
         node.life(time.time())
+        yield None
         for what in ("memory", "disk"):
             killed = node.kill()
             if what == "disk":
                 node.end_keeper()
-                drop_cache([path for path in node.directory.rglob("*") if path.is_file()])
+                _drop(node.directory)
                 killed = time.time()
-            node.start("bases", "--steps", "1")
+            node.start("bases")
             yield what, node.life(killed)
         node.kill()
+        node.end_keeper()
         for how in others:
-            drop_cache([path for path in (root / "peers").rglob("*") if path.is_file()])
+            _drop(root / "peers")
             killed = time.time()
             node.start(how)
             yield how, node.life(killed)
@@ -160,50 +190,63 @@ def _alone(name: str, root: Path) -> Any:
         node.stop()
 
 
-def _by_records(name: str, root: Path) -> Any:
+def _by_records(name: str, root: Path) -> Lives:
     node = Node(root, name)
     try:
-        node.start("log", "--steps", str(RECORDS + 8))
+        node.start("log", "--keep", "--steps", str(RECORDS))
+        yield None
         node.life(time.time())
+        yield None
         node.kill()
         node.end_keeper()
-        drop_cache([path for path in node.directory.rglob("*") if path.is_file()])
+        _drop(node.directory)
         killed = time.time()
-        node.start("log", "--steps", "1")
+        node.start("log")
         yield f"disk, base and {RECORDS} records", node.life(killed)
     finally:
         node.stop()
 
 
-def _from_nodes(name: str, root: Path) -> Any:
+def _from_partner(name: str, root: Path) -> Lives:
+    return _from_nodes("partner, 2 nodes", "Partner()", 2, name, root)
+
+
+def _by_parity(name: str, root: Path) -> Lives:
+    return _from_nodes("parity, 4 nodes", 'Parity("xor")', 4, name, root)
+
+
+def _from_nodes(what: str, tiers: str, world: int, name: str, root: Path) -> Lives:
     """The last of some nodes is lost with all that it had; all share one device, and meet over gloo."""
-    for what, tiers, world in (("partner", "Partner()", 2), ("parity", 'Parity("xor")', 4)):
-        place = root / what
-        place.mkdir()
-        nodes = [Node(place, name, f"node{rank}", {"EVERSTEP_TIERS": tiers}) for rank in range(world)]
+    nodes = [Node(root, name, f"{tiers[:4].lower()}{rank}", {"EVERSTEP_TIERS": tiers}) for rank in range(world)]
 
-        def begin(nodes: list[Node] = nodes, steps: str = "3") -> None:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = str(probe.getsockname()[1])
-            for rank, node in enumerate(nodes):
-                place = {"RANK": str(rank), "WORLD_SIZE": str(len(nodes)), "LOCAL_RANK": "0"}
-                meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                node.start("bases", "--steps", steps, environment=place | meeting)
+    def begin(*words: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        for rank, node in enumerate(nodes):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            node.start("bases", *words, environment=place | meeting)
 
-        try:
-            begin()
-            for node in nodes:
-                node.life(time.time())
-            killed = [node.kill() for node in nodes][-1]
-            nodes[-1].end_keeper()
-            shutil.rmtree(nodes[-1].directory)
-            begin(steps="0")
-            lives = [node.life(killed) for node in nodes]
-            yield f"{what}, {world} nodes", max(lives, key=lambda life: life.moments["first step"])
-        finally:
-            for node in nodes:
-                node.stop()
+    try:
+        begin("--keep", "--steps", "3")
+        yield None
+        for node in nodes:
+            node.life(time.time())
+        yield None
+        killed = [node.kill() for node in nodes][-1]
+        nodes[-1].end_keeper()
+        shutil.rmtree(nodes[-1].directory)
+        begin()
+        lives = [node.life(killed) for node in nodes]
+        yield what, max(lives, key=lambda life: life.moments["first step"])
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def _drop(folder: Path) -> None:
+    drop_cache([path for path in folder.rglob("*") if path.is_file()])
 
 
 def _line(life: Life) -> str:
@@ -216,7 +259,8 @@ def _line(life: Life) -> str:
 
 def recovery_report(report: Report, data: dict[str, Any]) -> None:
     report.data = data
-    for name, lives in data["models"].items():
+    for name, entry in data["models"].items():
+        lives = entry.get("lives", {})
         table = Table(
             f"From SIGKILL to the first new step: {name}",
             ["from", "in all s", *(f"{what} s" for what in PARTS), "of it replay s", "resumed from"],
@@ -230,7 +274,7 @@ def recovery_report(report: Report, data: dict[str, Any]) -> None:
                 continue
             table.rows.append([
                 what, f"{life.moments['first step']:.2f}", *(f"{life.part(part):.2f}" for part in PARTS),
-                f"{life.replay:.2f}", str(life.resumed_from),
+                f"{life.replay:.2f} ({life.replayed} steps)" if life.replayed else "-", str(life.resumed_from),
             ])  # fmt: skip
         report.tables.append(table)
         memory = Life(**lives["memory"]) if "memory" in lives else Life(error="not run")

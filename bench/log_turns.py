@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,17 @@ from everstep.store.log import LogRead, log_folder, log_name, scan, segments
 from everstep.store.manifest import committed_steps, run_name, step_folder, values_folder, values_steps
 
 ADAM_BYTES = 12  # a parameter and two moments, fp32
+
+
+class Hooks:
+    """Some of an optimizer, as an owner that `hooks_of` knows."""
+
+    def __init__(self, ids: set[int]) -> None:
+        self._handles = [SimpleNamespace(id=number) for number in ids]
+
+
+def hooks_now(optimizer: torch.optim.Optimizer) -> Hooks:
+    return Hooks({*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks})
 
 
 @contextmanager

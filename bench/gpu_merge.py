@@ -1,0 +1,71 @@
+"""Tables of several calls become one: what a part of bench/gpu.py found is kept model by model.
+
+An entry is what one model has; it says by which command, when and where it was made. A model that fails is written
+down as failed, and what an earlier call found of it stays.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import Report, Table
+
+Entry = dict[str, Any]
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def each(name: str, one: Callable[[str], Iterator[Entry]]) -> Iterator[tuple[str, Entry]]:
+    """The entry of a model as it grows, or why there is none: other models must not be lost by that."""
+    try:
+        for entry in one(name):
+            yield name, entry
+    except Exception as error:
+        traceback.print_exc()
+        yield name, {"error": one_line(error)}
+
+
+def earlier(out: Path, part: str) -> dict[str, Entry]:
+    """All models of an earlier call, if there was one."""
+    try:
+        found: dict[str, Entry] = json.loads((out / f"gpu-{part}.json").read_text())["data"]["models"]
+        return found
+    except FileNotFoundError:
+        return {}
+
+
+def merge(old: Entry, new: Entry, made: dict[str, str]) -> Entry:
+    """A new entry over an old one. Methods that were not run again stay, and so does how they were made."""
+    if "error" in new:
+        return {**old, "error": f"{new['error']} ({made['date']})"}
+    entry = {key: value for key, value in {**old, **new}.items() if key != "error"}
+    before = old.get("made", []) if "cells" in new and old.get("cells", {}).keys() - new["cells"].keys() else []
+    entry["made"] = [*(one for one in before if one != made), made]
+    if "cells" in new:
+        entry["cells"] = {**old.get("cells", {}), **new["cells"]}
+    return entry
+
+
+def has_failed(entry: Entry) -> bool:
+    """As a whole, in one of its methods or in one of its lives; or it came back with other bits."""
+    inner = [*entry.get("cells", {}).values(), *entry.get("lives", {}).values()]
+    return any(one.get("error") for one in [entry, *inner]) or entry.get("exact") is False
+
+
+def add_origins(report: Report, models: dict[str, Entry]) -> None:
+    """By which commands the entries were made, and which models failed."""
+    rows = [
+        [name, f"`{made['command']}`", made["date"], made["where"]]
+        for name, entry in models.items()
+        for made in entry.get("made", [])
+    ]
+    report.tables.append(Table("Made by", ["model", "command", "date", "machine"], rows))
+    failed = [[name, entry["error"]] for name, entry in models.items() if "error" in entry]
+    if failed:
+        report.tables.append(Table("Failed", ["model", "why"], failed))
