@@ -104,8 +104,9 @@ def measure(way: Method, interval: int, step_s: float, pairs: int) -> Run:
         run.plain_s.append(way.plain(plain_steps))
     else:
         run.kept_s, run.unsynced_s = [], []  # it was to learn how long one takes
-        steps = interval * max(least, min(60, round(BLOCK_S / period_s)))
-        for pair in range(pairs if period_s < 2 * BLOCK_S else 1):
+        block_s = max(BLOCK_S, way.least_s)
+        steps = interval * max(least, min(60, round(BLOCK_S / period_s)), round(way.least_s / period_s))
+        for pair in range(pairs if max(block_s, period_s) < 2 * BLOCK_S else 1):
             for is_kept in (pair % 2 == 0, pair % 2 == 1):
                 if is_kept:
                     kept(steps)

@@ -54,6 +54,7 @@ class Method:
     overlaps = True  # whether training goes on while one is saved
     is_reusable = True  # whether one object may keep a loop at several intervals, one after another
     sync_s = 0.0
+    least_s = 0.0  # of a block, to see more than one step that is kept
 
     def __init__(self, case: Case, root: Path, interval: int) -> None:
         self.case, self.root = case, root
@@ -182,6 +183,7 @@ class Everstep(Method):
         if recorder is not None:
             self.run.wait("durable", timeout=30)  # of what the ring still holds
         durable_step = self.run.status()["durable_step"]
+        record_bytes = recorder.record_bytes if recorder is not None else 0
         self.close()
         events = read_events(self.root / "run")
         skipped = {event.step for event in events if isinstance(event, Skipped)}
@@ -189,7 +191,7 @@ class Everstep(Method):
         found.kept = len(kept)
         written = {event.step: event.bytes for event in events if isinstance(event, Persisted)}
         if recorder is not None:
-            found.bytes_moved = found.bytes_written = recorder.record_bytes
+            found.bytes_moved = found.bytes_written = record_bytes
             found.durable = sum(step <= durable_step for step in kept) if isinstance(durable_step, int) else 0
         else:
             found.bytes_moved = arena.slot_bytes if arena is not None else 0
@@ -253,6 +255,10 @@ class OnDisk(Everstep):
     name = "Everstep, disk"
     options: ClassVar = {"strategy": "snapshot", "mode": "disk"}
     every = 1
+
+    @property
+    def least_s(self) -> float:  # type: ignore[override]
+        return 2.2 * self.run._keeper.base_write_s
 
 
 class DenseLog(Everstep):

@@ -44,6 +44,7 @@ class Logbook:
         self.pinned_values: list[Callable[[], int | None]] = []  # which values others are about to take from there
         self.appointed: Callable[[], Order] | None = None  # where all nodes save values of the same step, of which one
         self._books: dict[int, Book] = {}
+        self._passed: dict[int, int] = {}  # up to where records of a rank were let go unwritten
         self._saved: list[int] = []  # the steps whose values are on the medium, of all ranks here,
         self._held: list[int] = []  # those whose values are to follow,
         self._missed = NONE  # and the newest that was appointed, and overwritten before it was saved
@@ -98,7 +99,7 @@ class Logbook:
         half full: before, nobody could stop at them.
         """
         book = self._books[ring.rank]
-        after = max(book.last, ring.taken())  # others may be overwritten at any moment
+        after = max(book.last, self._passed.get(ring.rank, NONE))
         found = sorted((seal for seal in ring.seals().values() if seal.step > after), key=lambda seal: seal.step)
         if not found or (book.has_values and not is_urgent and len(found) < len(ring.slots) // 2):
             return 0
@@ -106,12 +107,14 @@ class Logbook:
         if xxhash.xxh3_64_intdigest(header) != ring.layout_digest:
             raise Damaged("the ring has lost its header", tier="memory", rank=ring.rank)
         following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]
-        records = [_framed(ring, seal) for seal in following]
+        following, records = _unspoilt(ring, following)
+        if not records:
+            return 0
         is_begun, size = book.write(header, ring.layout_digest, records), sum(f.payload_bytes for f, _ in records)
         self.records[ring.rank] += len(records)
         self.record_bytes += size
         if is_begun:
-            self._emit(Logged(rank=ring.rank, first=found[0].step, last=following[-1].step, bytes=size))
+            self._emit(Logged(rank=ring.rank, first=following[0].step, last=following[-1].step, bytes=size))
         layout, info = image.parse_cached(header, ring.slot_bytes, ring.place)
         book.has_values = info.has_values
         newest = records[-1][0]
@@ -122,6 +125,7 @@ class Logbook:
     def pass_over(self, ring: Arena, base: int) -> None:
         """All ranks have a base in memory: records up to it are let go unwritten, and others lead on from it."""
         if base > max(self._books[ring.rank].last, ring.taken()):
+            self._passed[ring.rank] = base
             self._taken(ring, base)
 
     @property
@@ -294,10 +298,29 @@ class Logbook:
         return book is not None and any(seal.step > max(book.last, self.base) for seal in ring.seals().values())
 
 
-def _framed(ring: Arena, seal: Seal) -> tuple[Frame, list[memoryview]]:
-    slot = ring.slot_of(seal.step)
-    assert slot is not None
-    data = ring.image(slot)
+def _unspoilt(ring: Arena, seals: list[Seal]) -> tuple[list[Seal], list[tuple[Frame, list[memoryview]]]]:
+    """Records as they are written: those behind the last that was overwritten while we looked.
+
+    What others have taken already the trainer may overwrite. Of that a copy is made, which counts if its seal is still
+    there; the rest stays as it is until we have taken it.
+    """
+    taken, first = ring.taken(), 0
+    records: list[tuple[Frame, list[memoryview]]] = []
+    for at, seal in enumerate(seals):
+        slot = ring.slot_of(seal.step)
+        data = ring.image(slot) if slot is not None else None
+        if slot is not None and data is not None and seal.step <= taken:
+            copied = memoryview(bytes(data))
+            data = copied if ring.seals().get(slot) == seal else None
+        if data is None:
+            records.clear()
+            first = at + 1
+        else:
+            records.append(_framed(ring, seal, data))
+    return seals[first:], records
+
+
+def _framed(ring: Arena, seal: Seal, data: memoryview) -> tuple[Frame, list[memoryview]]:
     header = bytes(data[: image.header_bytes(data)])
     layout, info = image.parse_cached(header, len(data), ring.place)
     extras = layout.extras_offset + 8 + len(image.extras_of(layout, data))  # the rest of their room means nothing
