@@ -189,8 +189,8 @@ def ranks_table(found: dict[int, list[Rank]]) -> Table:
         f"a rank. All ranks share this machine's cores, and with more ranks than cores the clock says how they were "
         f"scheduled: processor time does so less. Blocks of {BLOCK} steps with and without captures take turns, "
         f"{TURNS} times; a block with captures ends when its last one is sealed. Restore: survey, plan, read, check "
-        "and load, from the disk (page cache dropped), by all ranks at once; each needs the whole state, so that reading is n times the "
-        "bytes on the same cores.",
+        "and load, from the disk (page cache dropped), by all ranks at once; each needs the whole state, so that "
+        "reading is n times the bytes on the same cores.",
     )  # fmt: skip
     for world, ranks in found.items():
         parts = Stat([rank.written / MB for rank in ranks])
