@@ -35,8 +35,8 @@ TENSORS, TENSORS_BYTES = (64, 256, 1024, 4096, 16384), 256 * MB
 SIZES, SIZES_TENSORS = (0.1, 0.3, 1.0, 3.0), 256
 WORLDS = (1, 2, 4, 8)
 MEMORY_TIMES, DISK_TIMES = 5.3, 4.2  # of a state's bytes, that measuring it takes
-_CAPTURES, _FEWEST, _CAPTURES_S = 15, 5, 8.0
-_SEALS, _RESTORES, _RAW = 5, 3, 3
+_CAPTURES, _FEWEST, _CAPTURES_S = 15, 5, 4.0
+_SEALS = 5
 _DRAWS = 200
 
 
@@ -49,9 +49,8 @@ class Point:
     call_s: list[float]  # the cut
     gate_s: list[float]  # what the next update waits for the copy
     cut_s: list[float]  # the cut, in processor time of the training thread
-    held_s: list[
-        float
-    ]  # processor time for which the copier holds the interpreter, to see whether tensors are the same
+    looks_s: list[float]  # processor time in which the copier sees whether all tensors are where they were,
+    held_s: list[float]  # and the longest part of it in which nobody else has the interpreter
     seal_s: list[float]  # from the cut on, nothing else computing
     restore_s: list[float]  # from the disk into the model, every byte checked
     write: list[float]
@@ -111,8 +110,9 @@ def measure(tensors: int, size: int, scratch: Path) -> Point:
         saver.step()
         for key, seconds in zip(("looks_s", "held_s"), _looks(saver), strict=True):
             times[key].append(seconds)
-    raw = cpu.bench_raw(saver, scratch, _RAW)
-    for _ in range(_RESTORES):
+    turns = 3 if size < GB else 2  # on the disk, of which each takes seconds then
+    raw = cpu.bench_raw(saver, scratch, turns)
+    for _ in range(turns):
         peers.drop_cache(saver.files(scratch))
         with timed() as whole:
             saver.restore(scratch)
@@ -144,15 +144,16 @@ def main() -> None:
         print("result " + json.dumps(_measure_point(given.point, given.scratch)), flush=True)
         return
     words = " ".join([*([given.part] if given.part else []), *([f"--largest {given.largest:g}"] * (given.largest > 0))])
-    report = Report("What costs grow with", f"python bench/scaling.py {words}".strip(), machine())
     sizes = sorted({*SIZES, *([given.largest] if given.largest else [])})
     plan = {
         "tensors": [f"{count}:{TENSORS_BYTES}" for count in TENSORS],
         "bytes": [f"{SIZES_TENSORS}:{round(size * GB)}" for size in sizes],
         "ranks": [f"ranks:{world}" for world in WORLDS],
     }
+    data: dict[str, Any] = {}
     for part in [given.part] if given.part else PARTS:
-        report.data[part] = {point: _apart(point, given.scratch) for point in plan[part]}
+        data[part] = {point: _apart(point, given.scratch) for point in plan[part]}
+    report = Report("What costs grow with", f"python bench/scaling.py {words}".strip(), machine(), data=data)
     fill(report)
     report.save(given.out, f"scaling-{given.part}" if given.part else "scaling")
     print(report.markdown())
