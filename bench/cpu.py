@@ -119,7 +119,7 @@ def bench_state(name: str, scratch: Path, reps: int) -> dict[str, Any]:
         try:
             results[saver.name] = _bench_saver(saver, scratch / "peer", reps, 1.0 if big else 0.3, before)
             if ours:
-                results["raw"] = _bench_raw(saver, scratch, 4)
+                results["raw"] = bench_raw(saver, scratch, 4)
         finally:
             saver.close()
         del saver
@@ -167,7 +167,7 @@ def _bench_saver(saver: Any, where: Path, reps: int, compute_s: float, memory_be
     }  # fmt: skip
 
 
-def _bench_raw(saver: Any, scratch: Path, reps: int) -> dict[str, Any]:
+def bench_raw(saver: Any, scratch: Path, reps: int) -> dict[str, Any]:
     """Everstep's write and read beside the disk's own, each first in turn."""
     import peers
 

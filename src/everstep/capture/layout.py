@@ -172,8 +172,16 @@ class Listing:
     entries: list[Entry]
     aliases: dict[str, str]  # second names of tied tensors
     on_host: tuple[str, ...]  # optimizer state that lies on the host though its parameter does not
-    unchanged: Callable[[], bool]  # whether the objects still hold these very tensors
-    unchanged_at_cut: Callable[[], bool]  # the same, for those that are copied in the cut
+    watch: Watch
+    watch_at_cut: Watch
+
+    def unchanged(self, between: Callable[[], object] | None = None) -> bool:
+        """Whether the objects still hold these very tensors, but for those that are copied in the cut."""
+        return self.watch.unchanged(between)
+
+    def unchanged_at_cut(self) -> bool:
+        """The same, for those that are."""
+        return self.watch_at_cut.unchanged()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -292,7 +300,7 @@ class Subjects:
                 full = COMPRESSOR + name
                 entries[id(tensor)] = Entry(name=full, tensor=tensor, gate=None, at_cut=True, common=False, family=full)
         _check_unique(entries.values())
-        return Listing(list(entries.values()), aliases, tuple(on_host), watch.unchanged, at_cut.unchanged)
+        return Listing(list(entries.values()), aliases, tuple(on_host), watch, at_cut)
 
 
 def _list_module(

@@ -36,7 +36,9 @@ from everstep.image import ImageLayout
 from everstep.timeline import Kind
 
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
+_PAUSE_S = 50e-6  # enough for another thread to wake up and take the interpreter
 _version = attrgetter("_version")
+_pause = partial(time.sleep, _PAUSE_S)
 
 
 @dataclass(slots=True)
@@ -333,7 +335,7 @@ class Capture:
     def _copy_and_seal(self, job: _Job) -> None:
         shape = self._shape
         assert shape is not None
-        if not shape.listing.unchanged() and not shape.rebind(self._subjects):
+        if not shape.listing.unchanged(_pause) and not shape.rebind(self._subjects):
             self._reshape = True
             self._skip(job, "the state changed its shape; the next step is captured into a new arena")
             return

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from everstep.capture.sharded import local_of
+
+_LOOKS = 2048  # at a time: some tenths of a millisecond
 
 
 class Watch:
@@ -50,11 +54,22 @@ class Watch:
         self._plain_holders.append(holder)
         self._plain_keys.append(key)
 
-    def unchanged(self) -> bool:
-        return (
-            list(map(len, self._growing)) == self._sizes
-            and all(map(operator.is_, map(dict.get, self._outer_holders, self._outer_keys), self._inner))
-            and not any(map(torch.is_tensor, map(dict.get, self._plain_holders, self._plain_keys)))
-            and all(map(operator.is_, map(dict.get, self._holders, self._keys), self._tensors))
-            and list(map(Tensor.data_ptr, self._locals)) == self._addresses
+    def unchanged(self, between: Callable[[], object] | None = None) -> bool:
+        """`between`: called every now and then, by whoever lets others have the interpreter meanwhile.
+
+        What is mapped is one long step for the interpreter: nobody could take it away before the end.
+        """
+        looks = chain(
+            map(operator.eq, map(len, self._growing), self._sizes),
+            map(operator.is_, map(dict.get, self._outer_holders, self._outer_keys), self._inner),
+            map(operator.not_, map(torch.is_tensor, map(dict.get, self._plain_holders, self._plain_keys))),
+            map(operator.is_, map(dict.get, self._holders, self._keys), self._tensors),
+            map(operator.eq, map(Tensor.data_ptr, self._locals), self._addresses),
         )
+        count = len(self._sizes) + len(self._inner) + len(self._plain_keys) + 2 * len(self._tensors)
+        for first in range(0, count, _LOOKS):
+            if first and between is not None:
+                between()
+            if not all(islice(looks, _LOOKS)):
+                return False
+        return True

@@ -253,8 +253,12 @@ def _common(
     pieces: list[tuple[Piece, Tensor]], local: Tensor, start: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What pieces have for a tensor that lies somewhere in the whole one: where to, and from where."""
+    extent = tuple(local.shape)
     for piece, part in pieces:
-        found = overlap(piece, start, tuple(local.shape))
+        if (piece.start, piece.extent) == (start, extent):  # the whole, as most are: cutting it takes its time
+            yield local, part
+            continue
+        found = overlap(piece, start, extent)
         if found is not None:
             in_piece, in_box = found
             yield (local[in_box], part[in_piece]) if in_box else (local, part)
