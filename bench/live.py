@@ -94,7 +94,7 @@ def train(folder: Path, steps: int, way: str, shape: Shape, *, dies: bool) -> No
 
 
 class Jobs:
-    """Starts them. `torchft`: an interpreter that has it; `python`: for the rest. `before`: another Everstep's files."""
+    """Starts them. `torchft`: an interpreter that has it; `python`: for the rest; `before`: another's sources."""
 
     def __init__(
         self, torchft: str | None, before: str | None, *, python: str = sys.executable, shape: Shape | None = None
