@@ -33,6 +33,11 @@ def test_the_scorecard_is_what_was_measured() -> None:
         assert row == {header: measured[peer][header] for header in row}, peer
 
 
+def test_the_commit_is_what_was_measured() -> None:
+    pattern = r"torchft's should_commit alone takes [\d.]+ ms \(middle half [\d.]+ to [\d.]+\)"
+    assert re.findall(pattern, PAGE) == re.findall(pattern, MEASURED) != []
+
+
 def test_every_peer_of_the_program_was_measured() -> None:
     program = (ROOT / "bench/scorecard_peers.py").read_text()
     peers = re.search(r"^PEERS.*?\{(.*?)\}", program, re.DOTALL | re.MULTILINE)
