@@ -48,7 +48,7 @@ NOTE = f"""\
   has the optimizer's step in it; a loop would go on without waiting.
 - Flipped: one bit in the largest file, in three places, then loaded.
 - Killed in a save: one checkpoint is whole, the next is killed at {len(KILLS)} moments of its save, and what a user
-  would load then is loaded. torch.save, safetensors, DCP and torchsnapshot save over the one before, as in most of
+  would load then is loaded. torch.save, safetensors, DCP and torchsnapshot got one name for all, as in most of
   their examples: whoever gives each step a name of its own keeps the old one. Everstep's keeper goes on when the
   process is dead; it is killed and its memory wiped a moment later, but not where it was killed when the call
   returned.
@@ -61,7 +61,7 @@ NOTE = f"""\
   the epoch's beginning) and the number of batches taken, which the loop itself saves and goes back to. Everstep was
   handed the objects.
 
-DeepSpeed: without ZeRO; its all-reduce for CPUs, which it would compile for minutes, was left out. Safetensors
+DeepSpeed: without ZeRO; its all-reduce for CPUs, which it would compile first, was left out. Safetensors
 keeps tensors by name, and Orbax arrays: what else a training has went into the header, and into Orbax's JSON."""
 
 # Says which files are synced: what a process asks of the system, whatever it is made of.
