@@ -358,7 +358,7 @@ def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
     import deepspeed
 
-    # It would compile an all-reduce for CPUs first, once, for a minute or more; with one rank there is nobody to reduce with.
+    # It would compile an all-reduce for CPUs first, for a minute or more; with one rank there is nobody to reduce with.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     alone()
     deepspeed.init_distributed("gloo")
