@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from common import Report, Stat, Table, Target, machine
 from live_loop import (
     BATCH,
     DIES_AT,
+    Shape,
+    commits_in,
     data_of,
     is_noted_death,
     model_of,
@@ -52,13 +54,13 @@ FIRST = 5  # steps, which warm up
 BEFORE = ", before"  # after a way: as it was
 
 
-def train(folder: Path, steps: int, way: str, *, dies: bool) -> None:
+def train(folder: Path, steps: int, way: str, shape: Shape, *, dies: bool) -> None:
     """One worker. `way`: plain (without Everstep), guard (without on_loss), or a policy."""
     torch.set_num_threads(1)
     everstep.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(model_of())
+    model = nn.parallel.DistributedDataParallel(model_of(shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = TensorDataset(data_of())
+    data = TensorDataset(data_of(shape))
     loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
 
     def step(x: torch.Tensor, number: int) -> None:
@@ -92,16 +94,18 @@ def train(folder: Path, steps: int, way: str, *, dies: bool) -> None:
 
 
 class Jobs:
-    """Starts them. `torchft`: an interpreter that has it. `before`: sources of another Everstep."""
+    """Starts them. `torchft`: an interpreter that has it; `python`: for the rest; `before`: another's sources."""
 
-    def __init__(self, torchft: str | None, before: str | None) -> None:
-        self.torchft, self.before = torchft, before
+    def __init__(
+        self, torchft: str | None, before: str | None, *, python: str = sys.executable, shape: Shape | None = None
+    ) -> None:
+        self.torchft, self.before, self.python, self.shape = torchft, before, python, shape or Shape()
 
     def work(self, folder: Path, way: str, count: int, steps: int, *, dies: bool = False) -> None:
         """A job, from its beginning to its end."""
-        words = [str(folder), "--steps", str(steps), *(["--dies"] if dies else [])]
+        words = [str(folder), "--steps", str(steps), "--shape", str(self.shape), *(["--dies"] if dies else [])]
         if way == "torchrun":
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+            torchrun = [self.python, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
             worker = [str(HERE / "live.py"), "--worker", *words, "--way", "guard"]
             _finish([subprocess.Popen([*torchrun, "--max-restarts", "3", *worker], stderr=subprocess.DEVNULL)])
         elif way.startswith("torchft"):
@@ -112,7 +116,7 @@ class Jobs:
                 _finish(_start(worker, count, 0))
         else:
             policy, _, is_before = way.partition(BEFORE)
-            worker = [sys.executable, str(HERE / "live.py"), "--worker", *words, "--way", policy]
+            worker = [self.python, str(HERE / "live.py"), "--worker", *words, "--way", policy]
             if is_before:
                 worker = ["env", f"PYTHONPATH={self.before}", *worker]
             _finish(_start(worker, count, int(way == "spare" and dies)))
@@ -156,13 +160,20 @@ def _lighthouse(python: str) -> Iterator[str]:
         server.wait()
 
 
-def steady(jobs: Jobs, count: int, way: str, steps: int = 60) -> tuple[float, float]:
-    """The median step of a job that nothing happens to, and the processor time of a step by all its ranks."""
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        jobs.work(Path(folder), way, count, steps)
-        times = times_of_one(Path(folder))
-        processor_s = processor_time(Path(folder), FIRST)
-    return statistics.median(b - a for a, b in pairwise(times[FIRST:])), processor_s
+class Steady(NamedTuple):
+    """A job that nothing happens to."""
+
+    step_s: float  # the median
+    processor_s: float  # of a step, by all ranks
+    commits_s: list[float]  # torchft's
+
+
+def steady(jobs: Jobs, count: int, way: str, steps: int = 60) -> Steady:
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        folder = Path(name)
+        jobs.work(folder, way, count, steps)
+        step_s = statistics.median(b - a for a, b in pairwise(times_of_one(folder)[FIRST:]))
+        return Steady(step_s, processor_time(folder, FIRST), commits_in(folder))
 
 
 def recovery(jobs: Jobs, count: int, way: str) -> tuple[float | None, dict[str, float]]:
@@ -200,11 +211,12 @@ def main() -> None:
     parser.add_argument("--torchft", help="an interpreter that has torchft")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=40, help=argparse.SUPPRESS)
+    parser.add_argument("--shape", type=Shape.of, default=Shape(), help=argparse.SUPPRESS)
     parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--way", default="plain", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
-        train(given.worker, given.steps, given.way, dies=given.dies)
+        train(given.worker, given.steps, given.way, given.shape, dies=given.dies)
         return
     command = f"python bench/live.py{' --quick' * given.quick}{' --torchft PYTHON' * bool(given.torchft)}"
     report = Report("Going on after a loss", command, machine())
@@ -225,7 +237,7 @@ def steady_table(rounds: int, jobs: Jobs, report: Report) -> Table:
         found = {way: Stat() for way in ways}
         for _ in range(rounds):
             for way in ways:
-                found[way].values.append(steady(jobs, count, way)[0])
+                found[way].values.append(steady(jobs, count, way).step_s)
         for way in ways:
             dearer = {of: over(found[way], found[of]) for of in ("plain", "guard")}
             percent = [ratio.text(100) + " %" for ratio in dearer.values()]

@@ -4,28 +4,54 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-WIDTH, DEPTH, BATCH, DIES_AT = 384, 6, 256, 12
+BATCH, DIES_AT = 256, 12
 
 
-def model_of() -> nn.Module:
+@dataclass(frozen=True)
+class Shape:
+    """Of a model, square layers; as one word, `384x6`."""
+
+    width: int = 384
+    depth: int = 6
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.depth}"
+
+    @classmethod
+    def of(cls, word: str) -> Shape:
+        return cls(*map(int, word.split("x")))
+
+
+def model_of(shape: Shape) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+    return nn.Sequential(*(nn.Linear(shape.width, shape.width) for _ in range(shape.depth)))
 
 
-def data_of() -> torch.Tensor:
+def data_of(shape: Shape) -> torch.Tensor:
     torch.manual_seed(1)
-    return torch.randn(16 * BATCH, WIDTH)
+    return torch.randn(16 * BATCH, shape.width)
 
 
 def note(folder: Path, step: int) -> None:
     """A step is finished: when, and with how much processor time of this process so far."""
     with (folder / f"steps-{os.getpid()}").open("a") as file:
         file.write(f"{step} {time.time()!r} {time.process_time()!r}\n")
+
+
+def note_commit(folder: Path, seconds: float) -> None:
+    with (folder / f"commits-{os.getpid()}").open("a") as file:
+        file.write(f"{seconds!r}\n")
+
+
+def commits_in(folder: Path) -> list[float]:
+    """How long each took, of all processes."""
+    return [float(line) for path in folder.glob("commits-*") for line in path.read_text().splitlines()]
 
 
 def note_death(folder: Path) -> None:

@@ -38,9 +38,9 @@ def main() -> None:
         found = {way: (Stat(), Stat()) for way in ways}
         for number in range(given.rounds):
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                step_s, processor_s = steady(jobs, count, way, given.steps)
-                found[way][0].values.append(processor_s)
-                found[way][1].values.append(step_s)
+                job = steady(jobs, count, way, given.steps)
+                found[way][0].values.append(job.processor_s)
+                found[way][1].values.append(job.step_s)
         for way, measured in found.items():
             cells = []
             for mine, plain in zip(measured, found["guard"], strict=True):
