@@ -28,8 +28,9 @@ from torch import Tensor
 import everstep
 from everstep.capture.host import arena_root
 from everstep.capture.snapshot import _WATCHED_CUTS
-from everstep.events import Persisted, Skipped, read_events
+from everstep.events import Degraded, Persisted, Skipped, read_events
 from everstep.keeper.client import keeper_pid
+from everstep.keeper.pace import OUTPACED
 
 FIRST_BASE_S = 90.0  # for the largest state on a slow disk
 
@@ -193,6 +194,8 @@ class Everstep(Method):
         if recorder is not None:
             found.bytes_moved = found.bytes_written = record_bytes
             found.durable = sum(step <= durable_step for step in kept) if isinstance(durable_step, int) else 0
+            if any(isinstance(event, Degraded) and event.what == OUTPACED for event in events):
+                found.durable = len(kept & written.keys())  # by bases only
         else:
             found.bytes_moved = arena.slot_bytes if arena is not None else 0
             found.bytes_written = max(written.values(), default=0) if self.every == 1 else 0  # of a step: not the base

@@ -10,7 +10,7 @@ from everstep.capture.arena import Arena
 from everstep.capture.life import Life
 
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
-LARGE_BYTES = 64 << 20  # of a record for which a disk may be too slow
+LARGE_BYTES = 16 << 20  # of a record for which a disk may be too slow
 _LARGE_SLOTS = 12  # for such, if a quarter of the free memory has room for them
 _SHARED_RING_BYTES = 16 << 20
 

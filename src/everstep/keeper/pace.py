@@ -23,6 +23,7 @@ from everstep.keeper.protocol import Hello
 from everstep.timeline import Kind, Mark
 from everstep.tune.models import Tuning, has_moved, steps_per_flush
 
+OUTPACED = "records stay in memory, and only bases become durable"
 _WEIGHT = 0.2  # of the newest flush in the running mean
 _FASTER = 2.0  # than records come: bases are written, so that records are tried again
 _TAKES = 2  # from the ring that are looked at: one may have met with something else on the medium
@@ -65,7 +66,7 @@ class Pace:
         if self._is_outpaced and not was:
             self._emit(
                 Degraded(
-                    what="records stay in memory, and only bases become durable",
+                    what=OUTPACED,
                     reason=f"the records of a step take {takes_s:.2g} s on the disk, and a step {step_s:.2g} s",
                     tier="disk",
                 )
