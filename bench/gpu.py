@@ -21,14 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gpu_models
 import torch
 from common import Report, machine
 from gpu_all import bench_all
 from gpu_exact import EXACT, bench_exact, exact_child, exact_report
-from gpu_frequency import METHODS, Effort, bench_frequency, frequency_report
+from gpu_frequency import METHODS, bench_frequency, frequency_report
 from gpu_merge import Entry, add_origins, earlier, has_failed, merge
 from gpu_models import CASES
 from gpu_paced import bench_paced, paced_report
@@ -45,17 +44,16 @@ class Part:
 
     names: tuple[str, ...]
     bench: Callable[[list[str], Path, argparse.Namespace], Iterator[tuple[str, Entry]]]
-    report: Callable[[Report, dict[str, Any]], None]
+    report: Callable[[Report, dict[str, Entry]], None]
     others: tuple[str, ...] = ()  # models that it takes only if they are named
-    draw: Callable[[dict[str, Any], Path], None] | None = None
+    draw: Callable[[dict[str, Entry], Path], None] | None = None
 
 
 def _frequency(names: list[str], scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
     methods = [name for name in METHODS if name.startswith(tuple(given.method.split(";")))]
     if not methods:
         raise SystemExit(f"no method begins with {given.method!r}; there are {'; '.join(METHODS)}")
-    effort = Effort(pairs=given.pairs, longest_s=given.longest, deadline=given.deadline)
-    return bench_frequency(names, methods, scratch, effort)
+    return bench_frequency(names, methods, scratch, longest_s=given.longest, deadline=given.deadline)
 
 
 PARTS = {
@@ -94,11 +92,11 @@ def run_part(name: str, given: argparse.Namespace) -> bool:
             models[model] = merge(before.get(model, {}), entry, made)
             failed |= {model} if has_failed(entry) else set()
             report = Report("Everstep on one GPU", command, here, data={"models": models})
-            part.report(report, report.data)
+            part.report(report, models)
             add_origins(report, models)
             report.save(given.out, f"gpu-{name}")
             if part.draw is not None:
-                part.draw(report.data, given.out / f"gpu-{name}.svg")
+                part.draw(models, given.out / f"gpu-{name}.svg")
     print(report.markdown())
     return not failed
 
@@ -108,7 +106,6 @@ def main() -> None:
     parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}")
     parser.add_argument("--method", default="", help="frequency: how the names of methods begin, with ; between")
-    parser.add_argument("--pairs", type=int, default=3, help="frequency: blocks with and without, of each method")
     parser.add_argument("--longest", type=float, default=8.0, help="frequency: seconds of training between two saves")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no new measurement begins")
     parser.add_argument("--out", type=Path, default=None, help="where tables are, and where those of earlier calls lie")

@@ -37,7 +37,7 @@ def bench_all(parts: list[str], given: argparse.Namespace) -> bool:
 
 def _ended(part: str, limit_s: float, given: argparse.Namespace) -> str:
     words = [part, "--budget", str(limit_s - START_S), "--out", str(given.out), "--device", given.device]
-    words += ["--pairs", str(given.pairs), "--longest", str(given.longest), "--only", given.only]
+    words += ["--longest", str(given.longest), "--only", given.only]
     words += ["--scratch", str(given.scratch)] if given.scratch is not None else []
     print(f"-- python bench/gpu.py {' '.join(words)}", flush=True)
     process = subprocess.Popen(

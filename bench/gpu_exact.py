@@ -150,8 +150,8 @@ def bench_exact(names: list[str], scratch: Path) -> Iterator[tuple[str, dict[str
         yield name, entry
 
 
-def exact_report(report: Report, data: dict[str, Any]) -> None:
-    found = {name: entry for name, entry in data["models"].items() if "exact" in entry}
+def exact_report(report: Report, models: dict[str, Any]) -> None:
+    found = {name: entry for name, entry in models.items() if "exact" in entry}
     rows = [
         [
             name,

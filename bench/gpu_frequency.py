@@ -22,12 +22,12 @@ import gpu_models
 import torch
 from common import MB, Report, Stat, Table, Target
 from gpu_merge import each, one_line
-from gpu_methods import OTHERS, OURS, DenseLog, Everstep, Kept, Method, Replica, TopKLog
+from gpu_methods import IN_MEMORY, OTHERS, OURS, DenseLog, Everstep, Kept, Method, Replica, TopKLog
 from gpu_models import CASES, Case, let_go, link_bytes_s, make_case
 from peers import raw_write
 
 MOST = 0.05  # of the time, that a method may cost
-BLOCK_S = 0.5
+BLOCK_S, PAIRS = 0.5, 3  # of blocks with and without
 RUNS = 6  # of one method on one model, at most
 CELL_S, LARGE_CELL_S = 14.0, 60.0  # after which a method gets no further run on a model,
 LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
@@ -40,7 +40,6 @@ LIGHTCHECK = {
     "gpt2": 6,
     "bert": 10,
 }  # V100, Optane; published
-PROTOTYPE = {"resnet18": 0.1, "vgg16": 1.8, "inception": 0.0, "alexnet": 2.3, "gpt2": 0.8}  # per cent, this device
 METHODS = {method.name: method for method in (*OURS, *OTHERS)}
 FIXED = (DenseLog, TopKLog, Replica)  # a chain has no gaps: there is no other interval
 
@@ -64,10 +63,13 @@ class Run:
         return Kept(**self.kept)
 
     def apart(self, *, durable: bool = False) -> float:
-        """Steps from one that was kept, or is on the disk, to the next."""
-        found = self.found
-        number = found.durable if durable else found.kept
-        return found.steps / number if number else float("inf")
+        """Steps from one that was kept, or is on the disk, to the next; never less than it was asked for."""
+        number = self.number(durable=durable)
+        return max(self.interval, self.found.steps / number) if number else float("inf")
+
+    def number(self, *, durable: bool) -> int:
+        """How many were kept, or are on the disk."""
+        return self.found.durable if durable else self.found.kept
 
 
 @dataclass
@@ -76,7 +78,6 @@ class Cell:
 
     runs: list[Run] = field(default_factory=list)
     error: str = ""
-    longest: bool = False  # longer intervals would have taken more time than there was
     ended: bool = False  # by the limit on its time, before the shortest was known to a fifth
 
     def best(self, *, durable: bool = False) -> Run | None:
@@ -85,7 +86,7 @@ class Cell:
         return min(good, key=lambda run: run.apart(durable=durable)) if good else None
 
 
-def measure(way: Method, interval: int, step_s: float, pairs: int) -> Run:
+def measure(way: Method, interval: int, step_s: float) -> Run:
     """Blocks with and without. One save that takes longer than a block is a block of its own, and the only one."""
     run = Run(interval)
     way.begin(interval)
@@ -106,7 +107,7 @@ def measure(way: Method, interval: int, step_s: float, pairs: int) -> Run:
         run.kept_s, run.unsynced_s = [], []  # it was to learn how long one takes
         block_s = max(BLOCK_S, way.least_s)
         steps = interval * max(least, min(60, round(BLOCK_S / period_s)), round(way.least_s / period_s))
-        for pair in range(pairs if max(block_s, period_s) < 2 * BLOCK_S else 1):
+        for pair in range(PAIRS if max(block_s, period_s) < 2 * BLOCK_S else 1):
             for is_kept in (pair % 2 == 0, pair % 2 == 1):
                 if is_kept:
                     kept(steps)
@@ -120,7 +121,7 @@ class Ways:
     """One method on one model: a new object for each interval, if it has to be."""
 
     def __init__(self, case: Case, method: type[Method], scratch: Path) -> None:
-        self._case, self._method, self._scratch = case, method, scratch
+        self.method, self._case, self._scratch = method, case, scratch
         self._way: Method | None = None
         self._root: Path | None = None
 
@@ -128,7 +129,7 @@ class Ways:
         if self._way is None or not self._way.is_reusable:
             self.close()
             self._root = Path(tempfile.mkdtemp(prefix="everstep-bench-", dir=self._scratch))
-            self._way = self._method(self._case, self._root, interval)
+            self._way = self.method(self._case, self._root, interval)
         return self._way
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class Ways:
                 shutil.rmtree(self._root, ignore_errors=True)
 
 
-def bench_cell(ways: Ways, method: type[Method], step_s: float, *, pairs: int, longest_s: float, cell_s: float) -> Cell:
+def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Cell:
     """Overhead at every step, then the shortest interval that costs little enough."""
     cell = Cell()
     too_short, good, interval = 0, 0, 1
@@ -149,7 +150,7 @@ def bench_cell(ways: Ways, method: type[Method], step_s: float, *, pairs: int, l
     began = time.monotonic()
     while len(cell.runs) < RUNS:
         before = time.monotonic()
-        run = measure(ways.at(interval), interval, step_s, pairs)
+        run = measure(ways.at(interval), interval, step_s)
         cell.runs.append(run)
         took_s = time.monotonic() - before
         cost = run.overhead(durable=False).median
@@ -157,38 +158,30 @@ def bench_cell(ways: Ways, method: type[Method], step_s: float, *, pairs: int, l
             good = interval
         else:
             too_short = interval
-        cell.longest = not good and too_short >= longest
-        if method in FIXED or cell.longest or (good and good <= too_short / CLOSE + 1):
+        is_longest = not good and too_short >= longest
+        if ways.method in FIXED or is_longest or (good and good <= too_short / CLOSE + 1):
             break
         if good:
             interval = min(max(too_short + 1, round(CLOSE * good)), good - 1)
-        elif method.overlaps and len(cell.runs) == 1:
+        elif ways.method.overlaps and len(cell.runs) == 1:
             interval = ceil(1.2 * (1 + cost))  # as many steps as one save takes
         else:
             interval = max(too_short + 1, ceil(1.03 * interval * cost / MOST))
         interval = min(interval, longest)
         next_s = max(interval - run.interval, 0) * step_s + took_s
         if time.monotonic() - began + next_s > cell_s:
-            cell.longest = not good
             cell.ended = True
             break
     return cell
 
 
-@dataclass(kw_only=True)
-class Effort:
-    """How much is measured."""
-
-    pairs: int
-    longest_s: float
-    deadline: float
-
-
-def bench_frequency(names: list[str], methods: list[str], scratch: Path, effort: Effort) -> Iterator[tuple[str, Any]]:
+def bench_frequency(
+    names: list[str], methods: list[str], scratch: Path, *, longest_s: float, deadline: float
+) -> Iterator[tuple[str, Any]]:
     """Each model's entry again and again, as it grows by one method after another."""
 
     def check_time(what: str) -> None:
-        if time.monotonic() > effort.deadline:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"no time was left for {what}")
 
     on_device = gpu_models.DEVICE == "cuda"
@@ -202,11 +195,11 @@ def bench_frequency(names: list[str], methods: list[str], scratch: Path, effort:
         torch.backends.cudnn.benchmark = True
         step_s = step_seconds(case)
         entry: dict[str, Any] = {"title": case.title, "step_s": step_s, **limits, "cells": {}}
-        cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * effort.longest_s)
+        cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * longest_s)
         for method in methods:
             check_time(f"{method} and what comes after it")
             began = time.monotonic()
-            cell = _tried(Ways(case, METHODS[method], scratch), METHODS[method], step_s, effort, cell_s)
+            cell = _tried(Ways(case, METHODS[method], scratch), step_s, longest_s, cell_s)
             entry["cells"][method] = asdict(cell)
             print(f"{case.title:34} {method:34} {time.monotonic() - began:5.1f} s  {_line(cell)}", flush=True)
             yield entry
@@ -217,11 +210,9 @@ def bench_frequency(names: list[str], methods: list[str], scratch: Path, effort:
         let_go()
 
 
-def _tried(ways: Ways, method: type[Method], step_s: float, effort: Effort, cell_s: float) -> Cell:
+def _tried(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Cell:
     try:
-        return bench_cell(
-            ways, method, step_s, pairs=effort.pairs, longest_s=effort.longest_s, cell_s=cell_s
-        )  # fmt: skip
+        return bench_cell(ways, step_s, longest_s, cell_s)
     except Exception as error:
         traceback.print_exc()
         return Cell(error=one_line(error))
@@ -262,18 +253,20 @@ def _line(cell: Cell) -> str:
 
 # -- what is said about it
 
+Measured = tuple[dict[str, Any], dict[str, Cell]]  # the entry of a model, and its methods
 
-def frequency_report(report: Report, data: dict[str, Any]) -> None:
-    report.data = data
-    entries = {name: data["models"][name] for name in CASES if "cells" in data["models"].get(name, {})}
-    models = {name: (entry, _cells(entry)) for name, entry in entries.items()}
-    methods = [name for name in METHODS if any(name in cells for _, cells in models.values())]
+
+def frequency_report(report: Report, models: dict[str, Any]) -> None:
+    entries = {name: models[name] for name in CASES if "cells" in models.get(name, {})}
+    measured = [(entry, _cells(entry)) for entry in entries.values()]
+    methods = [name for name in METHODS if any(name in cells for _, cells in measured)]
     report.tables += [
-        _interval_table(models, methods, durable=False),
-        _interval_table(models, methods, durable=True),
-        _every_step_table(models, methods),
+        _interval_table(measured, methods, durable=False),
+        _interval_table(measured, [m for m in methods if METHODS[m] not in IN_MEMORY], durable=True),
+        _every_step_table(measured, methods),
     ]
-    for name, (entry, cells) in models.items():
+    report.tables[0].rows.append(["LightCheck, published", *(str(LIGHTCHECK.get(name, "-")) for name in entries)])
+    for entry, cells in measured:
         ours = {m: cell.best() for m, cell in cells.items() if issubclass(METHODS[m], Everstep) and not cell.error}
         found = {m: run.apart() for m, run in ours.items() if run is not None}
         least = min(found, key=lambda m: found[m], default="")
@@ -283,10 +276,10 @@ def frequency_report(report: Report, data: dict[str, Any]) -> None:
                 f"{found[least]:.3g} ({least})" if least else "none", bool(least) and found[least] <= 1.01,
             )
         )  # fmt: skip
-        report.targets.append(_overhead_target(name, entry, cells))
+        report.targets.append(_overhead_target(entry, cells))
 
 
-def _overhead_target(name: str, entry: dict[str, Any], cells: dict[str, Cell]) -> Target:
+def _overhead_target(entry: dict[str, Any], cells: dict[str, Cell]) -> Target:
     link, host = entry["link_bytes_s"], cells.get("Everstep, host", Cell(error="not run"))
     if host.error or not link:
         return Target(f"{entry['title']}: every step", "<= 1 %", host.error or "no device", None)
@@ -297,42 +290,40 @@ def _overhead_target(name: str, entry: dict[str, Any], cells: dict[str, Cell]) -
     least = min(whole, key=lambda m: whole[m], default="")
     wanted = 0.01 if fits else 0.03
     said = f"host {host.runs[0].overhead().median:.1%}" + (f", {least} {whole[least]:.1%}" if least else "")
-    if name in PROTOTYPE:
-        said += f"; a prototype {PROTOTYPE[name]} %"
     what = "<= 1 %" if fits else "<= 3 % by the log: the link is too slow for the whole"
     return Target(f"{entry['title']}: every step", what, said, bool(least) and whole[least] <= wanted)
 
 
 def _cells(entry: dict[str, Any]) -> dict[str, Cell]:
     return {
-        method: Cell(**{**cell, "runs": [Run(**run) for run in cell["runs"]]})
+        method: Cell([Run(**run) for run in cell["runs"]], error=cell["error"], ended=cell["ended"])
         for method, cell in entry["cells"].items()
     }
 
 
-def _interval_table(
-    models: dict[str, tuple[dict[str, Any], dict[str, Cell]]], methods: list[str], *, durable: bool
-) -> Table:
-    disk = Stat([entry["disk_bytes_s"] for entry, _ in models.values()])
+def _interval_table(measured: list[Measured], methods: list[str], *, durable: bool) -> Table:
+    disk = Stat([entry["disk_bytes_s"] for entry, _ in measured])
     what = "on the disk and synced" if durable else "kept"
     table = Table(
         f"Steps from one that is {what} to the next, at 5 % or less",
-        ["method", *(entry["title"].split(",")[0] for entry, _ in models.values())],
+        ["method", *(entry["title"].split(",")[0] for entry, _ in measured)],
         note=(
-            "Only what is on the disk and synced counts; Everstep's is checked as it is written. "
+            "Only what is on the disk and synced counts; Everstep's is checked as it is written. Its modes host, "
+            "device and direct write a base an hour here, so they have no row. "
             if durable
-            else "Everstep's survives the process (mode disk, the log and the replica: the machine, too); the others' "
-            "is in a file. torch.save without its fsync. LightCheck's row is what it published, on a V100 with Optane. "
+            else "Kept: with Everstep, what survives the process (which of it is on the disk: the next table); with "
+            "others, what is in a file, torch.save without its fsync. LightCheck's row is what it published, on a "
+            "V100 with Optane, and was not measured here. "
         )
-        + "The shortest interval whose run cost at most 5 %, to a fifth, with that cost; `> n`: every n steps cost "
-        "more, and there was no time for a longer interval; `<= n`: there was none for a shorter one. "
+        + "The shortest interval whose run cost at most 5 %, to a fifth, with that cost: steps divided by those that "
+        f"were {what}. `<= n`: there was no time for a shorter interval. `> n`: every n steps cost more than 5 %, and "
+        "no longer interval was run, for want of time or because there is none (the log and the replica have every "
+        "step or a gap). `k in n`: so many in a run of n steps, too short to see two. `-`: not run. "
         f"The disk takes {disk.text(1e-9)} GB/s (O_DIRECT, four threads).",
     )  # fmt: skip
     for method in methods:
-        cells = [cells.get(method, Cell(error="-")) for _, cells in models.values()]
+        cells = [cells.get(method, Cell(error="-")) for _, cells in measured]
         table.rows.append([method, *(_interval(cell, durable=durable) for cell in cells)])
-    if not durable:
-        table.rows.append(["LightCheck, published", *(str(LIGHTCHECK.get(name, "-")) for name in models)])
     return table
 
 
@@ -343,14 +334,16 @@ def _interval(cell: Cell, *, durable: bool) -> str:
     if best is None:
         last = max(cell.runs, key=lambda run: run.interval)
         return f"> {last.interval} ({last.overhead(durable=durable).median:.1%})"
-    apart = best.apart(durable=durable)
-    shown = "none" if apart == float("inf") else f"{apart:.3g}"
-    shown = f"<= {shown}" if cell.ended and best.interval > 1 and shown != "none" else shown
+    number, steps = best.number(durable=durable), best.found.steps
+    if number < 2 and steps >= 2 * best.interval:
+        shown = f"{number} in {steps}"
+    else:
+        shown = f"{'<= ' if cell.ended and best.interval > 1 else ''}{best.apart(durable=durable):.3g}"
     return f"{shown} ({best.overhead(durable=durable).median:.1%})"
 
 
-def _every_step_table(models: dict[str, tuple[dict[str, Any], dict[str, Cell]]], methods: list[str]) -> Table:
-    link = Stat([entry["link_bytes_s"] for entry, _ in models.values()])
+def _every_step_table(measured: list[Measured], methods: list[str]) -> Table:
+    link = Stat([entry["link_bytes_s"] for entry, _ in measured])
     table = Table(
         "Every step",
         [
@@ -358,11 +351,13 @@ def _every_step_table(models: dict[str, tuple[dict[str, Any], dict[str, Cell]]],
             "MB written", "kept", "call ms", "remarks",
         ],
         note="bf16 autocast. Overhead: median over pairs of neighbouring blocks with and without, lowest and highest, "
-        "by events on the stream of training; the log of top-k over training that compresses. 200 steps: with and "
-        f"without, by the medians of the blocks. Bytes: of one step that is kept; link ms: what they take at least, at "
-        f"{link.text(1e-9)} GB/s. call: what the loop itself calls, median.",
+        "by events on the stream of training, and a single number where a save takes so long that there was one pair; "
+        "the log of top-k over training that compresses. 200 steps: with and without, computed from the medians of "
+        "the blocks. Bytes: of one step that is kept; link ms: what they take at least, at "
+        f"{link.text(1e-9)} GB/s. kept: of all steps of the blocks with it, as in the first table. call: what the "
+        "loop itself calls, median.",
     )  # fmt: skip
-    for entry, cells in models.values():
+    for entry, cells in measured:
         for method in methods:
             cell = cells.get(method)
             if cell is None or cell.error or not cell.runs:

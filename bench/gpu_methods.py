@@ -431,4 +431,5 @@ class DcpTuned(Dcp):
 
 
 OURS: tuple[type[Method], ...] = (Host, Device, Direct, OnDisk, DenseLog, TopKLog, Replica)
+IN_MEMORY = (Host, Device, Direct)  # of ours: a step is on the disk only if it is a base
 OTHERS: tuple[type[Method], ...] = (CheckFreqs, DcpTuned, Dcp, TorchSaves)

@@ -188,9 +188,8 @@ def _ranks(name: str, root: Path, deadline: float) -> list[dict[str, Any]]:
 # -- what is said about it
 
 
-def paced_report(report: Report, data: dict[str, Any]) -> None:
-    report.data = data
-    for entry in data["models"].values():
+def paced_report(report: Report, models: dict[str, Any]) -> None:
+    for entry in models.values():
         if "ways" not in entry:
             continue
         table = Table(

@@ -257,9 +257,8 @@ def _line(life: Life) -> str:
 # -- what is said about it
 
 
-def recovery_report(report: Report, data: dict[str, Any]) -> None:
-    report.data = data
-    for name, entry in data["models"].items():
+def recovery_report(report: Report, models: dict[str, Any]) -> None:
+    for name, entry in models.items():
         lives = entry.get("lives", {})
         table = Table(
             f"From SIGKILL to the first new step: {name}",

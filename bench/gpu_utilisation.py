@@ -178,12 +178,11 @@ def _tried(case: Case, method: type[Method], step_s: float, scratch: Path, sampl
 # -- what is said about it
 
 
-def utilisation_report(report: Report, data: dict[str, Any]) -> None:
-    report.data = data
-    for name, lines in _lines(data).items():
+def utilisation_report(report: Report, models: dict[str, Any]) -> None:
+    for name, lines in _lines(models).items():
         sources = sorted({line.source for line in lines.values() if line.source})
         table = Table(
-            f"How busy the device is: {data['models'][name]['title']}",
+            f"How busy the device is: {models[name]['title']}",
             ["method", "mean %", "lowest second %", "ms/step", "overhead %", "kept", "remarks"],
             note="Every step is kept, or a save begins with every step as soon as the one before is done. Busy: a "
             f"kernel runs; copies to the host do not count ({'; '.join(sources)}). Six seconds in "
@@ -203,10 +202,10 @@ def utilisation_report(report: Report, data: dict[str, Any]) -> None:
         report.tables.append(table)
 
 
-def draw_utilisation(data: dict[str, Any], path: Path) -> None:
+def draw_utilisation(models: dict[str, Any], path: Path) -> None:
     parts = {}
-    for name, lines in _lines(data).items():
-        parts[data["models"][name]["title"]] = [
+    for name, lines in _lines(models).items():
+        parts[models[name]["title"]] = [
             Row(method, line.values, f"{line.mean:.1f} %", f"lowest second {line.lowest_second:.1f} %")
             if not line.error
             else Row(method, [], "-", "failed")
@@ -215,10 +214,10 @@ def draw_utilisation(data: dict[str, Any], path: Path) -> None:
     write_rows(path, "How busy the device is while every step is kept", parts)
 
 
-def _lines(data: dict[str, Any]) -> dict[str, dict[str, Line]]:
+def _lines(models: dict[str, Any]) -> dict[str, dict[str, Line]]:
     """Of each model, in the order of the methods."""
     return {
-        name: {m: Line(**data["models"][name]["cells"][m]) for m in (PLAIN, *METHODS) if m in entry["cells"]}
+        name: {m: Line(**entry["cells"][m]) for m in (PLAIN, *METHODS) if m in entry["cells"]}
         for name in CASES
-        if "cells" in (entry := data["models"].get(name, {}))
+        if "cells" in (entry := models.get(name, {}))
     }
