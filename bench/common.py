@@ -1,4 +1,4 @@
-"""What the two benches share: how a machine is described, how numbers are summed up, how tables are written.
+"""What the benches share: how a machine is described, how numbers are summed up, how tables are written.
 
 A report is data first (`<name>.json`) and the same data as a page second (`<name>.md`). Every number is a median with
 its spread; every ratio comes from one run on one machine.
@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import socket
 import statistics
 import sys
 import time
@@ -77,6 +78,13 @@ def machine() -> dict[str, str]:
     if torch.cuda.is_available():
         found["gpu"] = f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
     return found
+
+
+def free_port() -> str:
+    """Of this machine; somebody else may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def _lines(path: str) -> list[str]:

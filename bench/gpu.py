@@ -3,7 +3,7 @@
     python bench/gpu.py frequency [--only resnet18,gpt2] [--method NAME]   how often, and what every step costs
     python bench/gpu.py recovery [--only gpt2]                             from SIGKILL to the first new step
     python bench/gpu.py exact [--only gpt2]                                kill -9, resume, compare bits
-    python bench/gpu.py utilisation [--only gpt2]                          how busy the device is with each method
+    python bench/gpu.py utilisation [--only gpt2] [--method NAME]          how busy the device is with each method
     python bench/gpu.py paced                                              captures beside an all-reduce
     python bench/gpu.py all                                                each of them, in at most 25 minutes
 
@@ -49,11 +49,19 @@ class Part:
     draw: Callable[[dict[str, Entry], Path], None] | None = None
 
 
-def _frequency(names: list[str], scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
+def _methods(given: argparse.Namespace) -> list[str]:
     methods = [name for name in METHODS if name.startswith(tuple(given.method.split(";")))]
     if not methods:
         raise SystemExit(f"no method begins with {given.method!r}; there are {'; '.join(METHODS)}")
-    return bench_frequency(names, methods, scratch, longest_s=given.longest, deadline=given.deadline)
+    return methods
+
+
+def _frequency(names: list[str], scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
+    return bench_frequency(names, _methods(given), scratch, longest_s=given.longest, deadline=given.deadline)
+
+
+def _utilisation(names: list[str], scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
+    return bench_utilisation(names, _methods(given), scratch, deadline=given.deadline)
 
 
 PARTS = {
@@ -62,7 +70,7 @@ PARTS = {
         MODELS, lambda names, scratch, given: bench_recovery(names, scratch, given.deadline), recovery_report
     ),
     "utilisation": Part(
-        ("gpt2",), lambda names, scratch, given: bench_utilisation(names, scratch, given.deadline), utilisation_report,
+        ("gpt2",), _utilisation, utilisation_report,
         others=tuple(name for name in CASES if name != "gpt2"), draw=draw_utilisation,
     ),
     "paced": Part(
@@ -105,7 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}")
-    parser.add_argument("--method", default="", help="frequency: how the names of methods begin, with ; between")
+    parser.add_argument(
+        "--method", default="", help="frequency, utilisation: how names of methods begin, with ; between"
+    )
     parser.add_argument("--longest", type=float, default=8.0, help="frequency: seconds of training between two saves")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no new measurement begins")
     parser.add_argument("--out", type=Path, default=None, help="where tables are, and where those of earlier calls lie")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import Report, Table, machine
 
-LIMITS_S = {"exact": 120.0, "paced": 240.0, "utilisation": 250.0, "recovery": 420.0}
+LIMITS_S = {"exact": 120.0, "paced": 240.0, "utilisation": 180.0, "recovery": 420.0}
 START_S = 30.0  # for a process to begin, and for the last of its measurements to end
 
 

@@ -6,9 +6,7 @@ kind would begin: whoever has one save in flight has waited for it by then.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,18 +19,16 @@ import torch
 from common import timed
 from gpu_models import Case
 from log_peers import CheckFreq, TorchSave
-from log_turns import hooks_now, hooks_of, nothing, troubles
-from peers import DcpAsync, DcpStaged, Saver, empty
+from log_turns import end_watch, hooks_now, hooks_of, nothing, troubles
+from peers import DcpAsync, DcpStaged, Saver, empty, end_keeper
 from torch import Tensor
 
 import everstep
-from everstep.capture.host import arena_root
-from everstep.capture.snapshot import _WATCHED_CUTS
 from everstep.events import Degraded, Persisted, Skipped, read_events
-from everstep.keeper.client import keeper_pid
 from everstep.keeper.pace import OUTPACED
 
 FIRST_BASE_S = 90.0  # for the largest state on a slow disk
+RING_S = 30.0  # for the records of the last steps to be written
 
 
 @dataclass
@@ -129,13 +125,12 @@ class Everstep(Method):
             tiers=[*self.memory(), everstep.Disk(every=self.every)], **self.options,
         )  # fmt: skip
         self._kept: set[int] = set()
+        self._behind = 0  # steps, at most
         for _ in range(max(8, 3 * interval)):  # the first captures make arenas, try optimizers and are watched
             case.step()
             self.run.done()
         self._until_a_base_is_written()
-        # Plain steps write parameters behind the gates; the first captures would be found out of order by that.
-        self.run._capture._cuts += _WATCHED_CUTS
-        self.run._capture._watched = None
+        end_watch(self.run)
 
     def memory(self) -> list[Any]:
         return []
@@ -167,6 +162,8 @@ class Everstep(Method):
         self.run.wait("sealed")  # after plain steps this is a base, and records lead on from it
         seconds = timed_steps(self.case, steps, after=self._done)
         self.found.steps += steps + self.case.lead
+        durable_step = self.run.status()["durable_step"]
+        self._behind = max(self._behind, self.run.step - (durable_step if isinstance(durable_step, int) else 0))
         self.run.wait("sealed")
         return seconds
 
@@ -182,7 +179,7 @@ class Everstep(Method):
     def result(self) -> Kept:
         found, recorder, arena = self.found, self.run._keeping.recorder, self.run._capture.arena()
         if recorder is not None:
-            self.run.wait("durable", timeout=30)  # of what the ring still holds
+            self.run.wait("durable", timeout=RING_S)  # of what the ring still holds
         durable_step = self.run.status()["durable_step"]
         record_bytes = recorder.record_bytes if recorder is not None else 0
         self.close()
@@ -201,31 +198,14 @@ class Everstep(Method):
             found.bytes_written = max(written.values(), default=0) if self.every == 1 else 0  # of a step: not the base
             found.durable = len(kept & written.keys())
         found.troubles = troubles(self.root / "run")
+        if recorder is not None:
+            found.troubles.append(f"at the end of a block up to {self._behind} steps were not on the disk")
         return found
 
     def close(self) -> None:
         """Without a last base, which takes as long as the disk needs for it, and at once."""
         if self.run.give_up():
             end_keeper(self.run.status()["run"])  # type: ignore[arg-type]
-
-
-def end_keeper(run: str) -> None:
-    """And all that it holds in memory: 3 x 19 GB of one run leave no room for the next."""
-    pid = keeper_pid(run)
-    if pid is not None:
-        os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{pid}/maps").exists() and _has_memory(pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-    shutil.rmtree(arena_root(None) / run, ignore_errors=True)
-
-
-def _has_memory(pid: int) -> bool:
-    """Not so for one that is dead, even if nobody has asked for its exit code."""
-    try:
-        return bool(Path(f"/proc/{pid}/maps").read_text())
-    except OSError:
-        return False
 
 
 class Host(Everstep):
@@ -329,6 +309,14 @@ class Peer(Method):
         self.found.steps += steps
         return seconds
 
+    def bytes(self) -> int:
+        """Of one save."""
+        raise NotImplementedError
+
+    def result(self) -> Kept:
+        size = self.bytes()
+        return replace(self.found, durable=self.found.kept, bytes_moved=size, bytes_written=size)
+
     def close(self) -> None:
         self.finish()
 
@@ -349,9 +337,8 @@ class CheckFreqs(Peer):
     def finish(self) -> None:
         self._peer.settle()
 
-    def result(self) -> Kept:
-        size = self._peer.bytes
-        return replace(self.found, durable=self.found.kept, bytes_moved=size, bytes_written=size)
+    def bytes(self) -> int:
+        return self._peer.bytes
 
 
 class TorchSaves(Peer):
@@ -371,9 +358,8 @@ class TorchSaves(Peer):
         self.sync_s = (self._peer.sync_s - before) / steps
         return seconds
 
-    def result(self) -> Kept:
-        size = self._peer.bytes
-        return replace(self.found, durable=self.found.kept, bytes_moved=size, bytes_written=size)
+    def bytes(self) -> int:
+        return self._peer.bytes
 
 
 class Whole:
@@ -416,9 +402,8 @@ class Dcp(Peer):
             self._peer.durable(self._where)  # DCP syncs its files; the folder is a moment's work
             self._where = None
 
-    def result(self) -> Kept:
-        size = sum(path.stat().st_size for path in (self.root / "dcp-1").rglob("*"))
-        return replace(self.found, durable=self.found.kept, bytes_moved=size, bytes_written=size)
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in (self.root / "dcp-1").rglob("*"))
 
     def close(self) -> None:
         self.finish()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,11 +21,12 @@ from typing import Any
 import gpu_models
 import torch
 import torch.distributed as dist
-from common import MB, Report, Stat, Table
+from common import MB, Report, Stat, Table, free_port
 from gpu_frequency import step_seconds
 from gpu_merge import each
-from gpu_methods import Host, end_keeper
+from gpu_methods import Host
 from gpu_models import Case, make_case
+from peers import end_keeper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,10 +158,7 @@ def bench_paced(names: list[str], scratch: Path, deadline: float) -> Iterator[tu
 
 def _ranks(name: str, root: Path, deadline: float) -> list[dict[str, Any]]:
     """What each said at its end; if one fails, the other would wait for ever."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(WORLD)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(WORLD)}
     processes = []
     for rank in range(WORLD):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu_models
-from common import MB, Report, Table, Target
+from common import MB, Report, Table, Target, free_port
 from gpu_merge import each, one_line
-from gpu_methods import end_keeper
-from peers import drop_cache
+from peers import drop_cache, end_keeper
 
 import everstep
 
@@ -220,9 +218,7 @@ def _from_nodes(what: str, tiers: str, world: int, name: str, root: Path) -> Liv
     nodes = [Node(root, name, f"{tiers[:4].lower()}{rank}", {"EVERSTEP_TIERS": tiers}) for rank in range(world)]
 
     def begin(*words: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = free_port()
         for rank, node in enumerate(nodes):
             place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -264,7 +260,8 @@ def recovery_report(report: Report, models: dict[str, Any]) -> None:
             f"From SIGKILL to the first new step: {name}",
             ["from", "in all s", *(f"{what} s" for what in PARTS), "of it replay s", "resumed from"],
             note="One life each. process: until the first line of the program; load: guard(), or what the other's "
-            "documentation says; from a disk the pages were dropped first. A restart of the process is in all of them.",
+            "documentation says. Where a disk is read, the keeper was ended and the pages were dropped first, and the "
+            "clock began after that. A restart of the process is in all of them.",
         )
         for what, values in lives.items():
             life = Life(**values)

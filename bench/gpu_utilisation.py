@@ -1,6 +1,7 @@
 """How busy the device is while every step is kept, with each method. The door is bench/gpu.py utilisation.
 
-Six seconds a method in at least three blocks, put together to one line; then as many without it, for the overhead.
+Some seconds a method in at least three blocks, put together to one line; then as many blocks without it, for the
+overhead.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from gpu_models import CASES, Case, let_go, make_case
 from gpu_svg import Row, write_rows
 
 PLAIN = "nothing kept"
-BLOCKS, MOST_BLOCKS, BLOCK_S, PLAIN_S = 3, 9, 2.0, 0.7
-OFTEN_S = 0.2  # samples that come less often are not finer than what is asked for
+BLOCKS, MOST_BLOCKS, BLOCK_S, PLAIN_S = 3, 9, 0.9, 0.4
+OFTEN_S = 0.25  # samples that come less often are not finer than what is asked for
 
 
 class Plain(Method):
@@ -126,16 +127,17 @@ def _gap_s(values: list[tuple[float, float]]) -> float:
     return median(gaps) if gaps else float("inf")
 
 
-def bench_utilisation(names: list[str], scratch: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each model's entry as it grows by one method after another."""
-    methods: list[type[Method]] = [Plain, *METHODS.values()]
+def bench_utilisation(
+    names: list[str], methods: list[str], scratch: Path, *, deadline: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each model's entry as it grows by one method after another; first comes the one that keeps nothing."""
 
     def one(name: str) -> Iterator[dict[str, Any]]:
         case = make_case(name)
         torch.backends.cudnn.benchmark = True
         step_s = step_seconds(case)
         entry: dict[str, Any] = {"title": case.title, "cells": {}}
-        for method in methods:
+        for method in (Plain, *(METHODS[name] for name in methods)):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no time was left for {method.name} and what comes after it")
             began = time.monotonic()
@@ -185,9 +187,9 @@ def utilisation_report(report: Report, models: dict[str, Any]) -> None:
             f"How busy the device is: {models[name]['title']}",
             ["method", "mean %", "lowest second %", "ms/step", "overhead %", "kept", "remarks"],
             note="Every step is kept, or a save begins with every step as soon as the one before is done. Busy: a "
-            f"kernel runs; copies to the host do not count ({'; '.join(sources)}). Six seconds in "
-            "at least three blocks; overhead: against blocks of the same process without the method, after them. The "
-            "picture: gpu-utilisation.svg.",
+            f"kernel runs; copies to the host do not count ({'; '.join(sources)}). At least "
+            f"{BLOCKS} blocks of {BLOCK_S} s or a step; overhead: against blocks of the same process without the "
+            "method, after them. kept: of all steps of the blocks. The picture: gpu-utilisation.svg.",
         )
         for method, line in lines.items():
             if line.error:

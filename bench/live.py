@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from common import Report, Stat, Table, Target, machine
+from common import Report, Stat, Table, Target, free_port, machine
 from live_loop import (
     BATCH,
     DIES_AT,
@@ -124,10 +123,7 @@ class Jobs:
 
 def _start(command: list[str], count: int, spares: int) -> list[subprocess.Popen[bytes]]:
     """Workers that nobody restarts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    base = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [
         subprocess.Popen(
             command, env={**base, "RANK": str(rank), "EVERSTEP_SPARE": "1" if rank >= count else ""},

@@ -184,9 +184,13 @@ class Watched:
             step()
             self.run.done()
         self.run.wait("durable", timeout=60)
-        # Plain blocks write parameters behind the gates; the first captures would be found out of order by that.
-        self.run._capture._cuts += _WATCHED_CUTS
-        self.run._capture._watched = None
+        end_watch(self.run)
+
+
+def end_watch(run: everstep.Run) -> None:
+    """Plain blocks write parameters behind the gates; the first captures would be found out of order by that."""
+    run._capture._cuts += _WATCHED_CUTS
+    run._capture._watched = None
 
 
 def steps_between_values(directory: Path) -> int:

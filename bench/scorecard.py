@@ -28,11 +28,10 @@ from typing import Any
 from common import Report, Stat, Table, machine, timed
 from live import Jobs, over, steady
 from live_loop import Shape
+from peers import end_keeper
 from scorecard_peers import PACKAGES, PEERS
 
 import everstep
-from everstep.capture.host import arena_root
-from everstep.keeper.client import keeper_pid
 
 HERE = Path(__file__).parent
 KILLS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85)  # of the time that a save takes
@@ -47,11 +46,11 @@ NOTE = f"""\
   after a first one in the same process. Everstep is asked to wait until the step is whole in memory, and its call
   has the optimizer's step in it; a loop would go on without waiting.
 - Flipped: one bit in the largest file, in three places, then loaded.
-- Killed in a save: one checkpoint is whole, the next is killed at {len(KILLS)} moments of its save, and what a user
-  would load then is loaded. torch.save, safetensors, DCP and torchsnapshot got one name for all, as in most of
-  their examples: whoever gives each step a name of its own keeps the old one. Everstep's keeper goes on when the
-  process is dead; it is killed and its memory wiped a moment later, but not where it was killed when the call
-  returned.
+- Killed in a save: one checkpoint is whole, the next is killed at {len(KILLS)} moments of its save (parts of the
+  median time; a save that was quicker is killed at its end), and what a user would load then is loaded. torch.save,
+  safetensors, DCP and torchsnapshot got one name for all, as in most of their examples: whoever gives each step a name
+  of its own keeps the old one. Everstep's keeper goes on when the process is dead; it is killed and its memory wiped a
+  moment later, but not where it was killed when the call returned.
 - Synced: what the process asked of the system (fsync, fdatasync, syncfs) for files of 1 MB or more, and for their
   folder or the one above. Without it, a file that is whole after a kill may not be after a loss of power.
 - Exact resume: dropout, Adam, a scheduler, shuffled data; saved at step 10, in the middle of an epoch, ended,
@@ -69,10 +68,8 @@ SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 static void say(int fd) {
     char link[64], path[4096]; const char *out = getenv("SYNCED");
@@ -80,7 +77,7 @@ static void say(int fd) {
     ssize_t n = readlink(link, path, sizeof path - 1);
     if (n < 0 || !out) return;
     path[n] = '\n';
-    int to = (int)syscall(257, AT_FDCWD, out, O_WRONLY | O_APPEND | O_CREAT, 0600);
+    int to = open(out, O_WRONLY | O_APPEND | O_CREAT, 0600);
     if (to >= 0) { if (write(to, path, n + 1) < 0) {} close(to); }
 }
 int fsync(int fd) { say(fd); return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd); }
@@ -172,13 +169,8 @@ def _last_line(text: str) -> str:
 
 def _forget(folder: Path) -> None:
     """As after a reboot: only what is in files is left."""
-    if not (folder / "run" / "run.json").exists():
-        return
-    run = everstep.open(folder / "run").run
-    pid = keeper_pid(run)
-    if pid is not None:
-        os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(arena_root(None) / run, ignore_errors=True)
+    if (folder / "run" / "run.json").exists():
+        end_keeper(everstep.open(folder / "run").run)
 
 
 def largest(folder: Path) -> Path:
@@ -248,9 +240,9 @@ def _synced(trial: Trial, card: Card) -> None:
     trial.ask("save", folder, "1", synced=noted)
     _forget(folder)
     names = set(noted.read_text().splitlines()) if noted.exists() else set()
-    inodes = {Path(name).name for name in names}
+    synced_names = {Path(name).name for name in names}  # a file may have been renamed since: `x` was `x.tmp`
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= 1 << 20]
-    synced = [path for path in files if str(path) in names or any(path.name in inode for inode in inodes)]
+    synced = [path for path in files if any(path.name in name for name in synced_names)]
     folders = {str(path.parent) for path in files}
     card.files_synced = "yes" if len(synced) == len(files) else f"{len(synced)} of {len(files)}" if synced else "no"
     card.folder_synced = "yes" if folders <= names or any(str(Path(f).parent) in names for f in folders) else "no"
