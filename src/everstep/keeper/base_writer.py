@@ -17,7 +17,7 @@ from everstep.keeper.protocol import Hello, Trouble
 from everstep.keeper.replica import Replicas
 from everstep.keeper.roster import Roster
 from everstep.keeper.rounds import Lane, Order
-from everstep.keeper.session import TICK_S, Session, lease_all
+from everstep.keeper.session import SOON_S, TICK_S, Session, lease_all, longer
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 from everstep.timeline import Kind, Mark
@@ -48,17 +48,18 @@ class BaseWriter:
         self._asked.set()
 
     def work(self, ending: threading.Event) -> None:
+        rest = TICK_S
         while not ending.is_set():
-            self._asked.wait(TICK_S)
+            self._asked.wait(rest)
             self._asked.clear()
-            step = None
+            step, rest = None, longer(rest)
             try:
                 for session in self._roster.all():
                     session.let_go_outgrown(self._roster.lock)
                 step = self._due()
                 if step is not None:
                     self._write(step)
-                    self.failures = 0
+                    self.failures, rest = 0, SOON_S  # who captures a step when the last is durable has one soon
             except Exception as error:  # whatever it is: the next step is tried again, and nobody is left in the dark
                 self.failures += 1
                 self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self.failures)
