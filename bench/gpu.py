@@ -9,12 +9,14 @@
 
 Blocks of steps with and without captures take turns on one model in one process, so every ratio comes from one run.
 Random weights and inputs; nothing is downloaded. What a call finds of a model takes the place of what an earlier one
-has left in --out; other models, and methods that are not run, stay. It is saved as it is found.
+has left in --out; other models, and methods that are not run, stay. It is saved as it is found. --tables measures
+nothing: the tables of what is in --out are written again, by the program as it is now.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -100,13 +102,28 @@ def run_part(name: str, given: argparse.Namespace) -> bool:
             models[model] = merge(before.get(model, {}), entry, made)
             failed |= {model} if has_failed(entry) else set()
             report = Report("Everstep on one GPU", command, here, data={"models": models})
-            part.report(report, models)
-            add_origins(report, models)
-            report.save(given.out, f"gpu-{name}")
-            if part.draw is not None:
-                part.draw(models, given.out / f"gpu-{name}.svg")
+            save_tables(name, report, given.out)
     print(report.markdown())
     return not failed
+
+
+def save_tables(name: str, report: Report, out: Path) -> None:
+    part, models = PARTS[name], report.data["models"]
+    part.report(report, models)
+    add_origins(report, models)
+    report.save(out, f"gpu-{name}")
+    if part.draw is not None:
+        part.draw(models, out / f"gpu-{name}.svg")
+
+
+def write_again(name: str, out: Path) -> None:
+    """The tables of what was measured before, as they are made now."""
+    path = out / f"gpu-{name}.json"
+    if not path.exists():
+        print(f"{path} is not there: nothing of {name} was measured")
+        return
+    old = json.loads(path.read_text())
+    save_tables(name, Report(old["title"], old["command"], old["machine"], data=old["data"]), out)
 
 
 def main() -> None:
@@ -121,17 +138,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="where tables are, and where those of earlier calls lie")
     parser.add_argument("--scratch", type=Path, default=None, help="a directory on the disk to write to")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: stand-ins for the models")
+    parser.add_argument("--tables", action="store_true", help="measure nothing: write the tables in --out again")
     parser.add_argument("--exact-child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--kill", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if given.device == "cuda" and not given.tables and not torch.cuda.is_available():
         raise SystemExit("bench/gpu.py needs a CUDA device, and torch sees none here. The CPU side is bench/cpu.py.")
     gpu_models.DEVICE = given.device
     if given.device == "cpu":
         torch.set_num_threads(1)
     given.out = given.out or (HERE / "results" if given.device == "cuda" else STAND_INS)
     given.deadline = time.monotonic() + given.budget
-    if given.exact_child:
+    if given.tables:
+        for name in PARTS if given.part == "all" else [given.part]:
+            write_again(name, given.out)
+    elif given.exact_child:
         exact_child(given.exact_child, given.scratch, given.kill)
     elif given.part == "all":
         sys.exit(0 if bench_all(list(PARTS), given) else 1)
