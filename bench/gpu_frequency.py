@@ -309,9 +309,9 @@ def _interval_table(measured: list[Measured], methods: list[str], *, durable: bo
         ["method", *(entry["title"].split(",")[0] for entry, _ in measured)],
         note=(
             "Only what is on the disk and synced counts; Everstep's is checked as it is written. Its modes host, "
-            "device and direct write a base an hour here, so they have no row. Records of the log and the replica count "
-            f"if they are there {RING_S:.0f} s after the last block: so short a run fits into their ring, and whether "
-            "the disk keeps up with a long one is not said (below: how many it was behind). "
+            "device and direct write a base an hour here, so they have no row. Records of the log and the replica "
+            f"count if they are there {RING_S:.0f} s after the last block: so short a run fits into their ring, and "
+            "whether the disk keeps up with a long one is not said (below: how many steps it was behind). "
             if durable
             else "Kept: with Everstep, what survives the process (which of it is on the disk: the next table); with "
             "others, what is in a file, torch.save without its fsync. LightCheck's row is what it published, on a "
