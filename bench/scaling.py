@@ -316,15 +316,19 @@ def _fits_table(points: list[Point]) -> Table:
 
 
 def _fit_targets(points: list[Point]) -> list[Target]:
-    targets = []
+    """Met or missed only if nine tenths of the fits say so."""
+    targets, largest = [], max(point.bytes for point in points)
     for name in ("blocked a capture", "cut, processor time", "copier holds the interpreter"):
         found = fits(points, COSTS[name])
         for what, column, times in (
-            ("for 10,000 tensors", "per 10,000 tensors", 1), ("for 20 GB", "per GB", 20)
-        ):  # fmt: skip
+            ("for 10,000 tensors", "per 10,000 tensors", 1),
+            (f"for 20 GB, by the fit up to {largest / GB:.1f}", "per GB", 20),
+        ):
             if column in found:
                 more = Stat([value * times for value in found[column].values])
-                targets.append(Target(f"{name}: more {what}", "<= 1 ms", f"{_spread(more)} ms", more.median <= 1e-3))
+                low, high = map(float, np.percentile(more.values, [5, 95]))
+                met = high <= 1e-3 if (high <= 1e-3) == (low <= 1e-3) else None
+                targets.append(Target(f"{name}: more {what}", "<= 1 ms", f"{_spread(more)} ms", met))
     return targets
 
 

@@ -38,7 +38,15 @@ def test_a_cost_per_tensor_above_the_budget_is_missed(scaling: Any, per_tensor_s
     points = [point(scaling, *state, per_tensor_s=per_tensor_s) for state in STATES]
     targets = {target.what: target.verdict for target in scaling._fit_targets(points)}
     assert targets["blocked a capture: more for 10,000 tensors"] == verdict
-    assert targets["blocked a capture: more for 20 GB"] == "missed"
+    assert targets["blocked a capture: more for 20 GB, by the fit up to 3.0"] == "missed"
+
+
+def test_what_the_measurements_are_too_far_apart_for_is_neither_met_nor_missed(scaling: Any) -> None:
+    points = [point(scaling, *state, per_tensor_s=20e-9) for state in STATES]
+    for one in points:
+        one.call_s = [one.call_s[0] + noise for noise in (-5e-3, 0.0, 5e-3)]
+    [target] = [one for one in scaling._fit_targets(points) if one.what == "blocked a capture: more for 10,000 tensors"]
+    assert target.verdict == "not measured"
 
 
 def test_a_state_that_does_not_fit_is_named_and_left_out(scaling: Any, tmp_path: Path) -> None:
