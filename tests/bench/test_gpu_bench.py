@@ -1,0 +1,54 @@
+"""The bench on a device: a cell of its tables says what was seen, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def frequency(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import gpu_frequency
+
+    return gpu_frequency
+
+
+def shown(frequency: Any, interval: int, *, steps: int, durable: int, cost: float = 0.01, ended: bool = False) -> str:
+    kept = {"steps": steps, "kept": steps, "durable": durable}
+    run = frequency.Run(interval, plain_s=[1.0], kept_s=[1 + cost], unsynced_s=[1.0], kept=kept)
+    return str(frequency._interval(frequency.Cell([run], ended=ended), durable=True))
+
+
+def test_a_run_that_is_too_short_to_see_two_says_so(frequency: Any) -> None:
+    assert shown(frequency, 1, steps=27, durable=0) == "0 in 27 (1.0%)"
+    assert shown(frequency, 1, steps=36, durable=1) == "1 in 36 (1.0%)"
+    assert shown(frequency, 1, steps=36, durable=9) == "4 (1.0%)"
+
+
+def test_who_was_asked_to_save_once_in_so_many_steps_has_that_interval_and_never_a_shorter_one(frequency: Any) -> None:
+    assert shown(frequency, 44, steps=44, durable=1) == "44 (1.0%)"
+    assert shown(frequency, 2, steps=51, durable=27) == "2 (1.0%)"
+
+
+def test_an_interval_that_is_only_a_bound_is_shown_as_one(frequency: Any) -> None:
+    assert shown(frequency, 7, steps=91, durable=13, ended=True) == "<= 7 (1.0%)"
+    assert shown(frequency, 16, steps=64, durable=4, cost=0.742) == "> 16 (74.2%)"
+
+
+def test_modes_that_leave_no_step_on_the_disk_have_no_row_among_those_that_do(frequency: Any) -> None:
+    from common import Report
+
+    kept = {"steps": 9, "kept": 9, "durable": 0}
+    cell = {"runs": [{"interval": 1, "plain_s": [1.0], "kept_s": [1.0], "unsynced_s": [1.0], "kept": kept}]}
+    cells = {name: {**cell, "error": "", "ended": False} for name in ("Everstep, host", "Everstep, disk")}
+    report = Report("", "", {})
+    entry = {"title": "a model", "step_s": 0.1, "link_bytes_s": 1e9, "disk_bytes_s": 1e9, "cells": cells}
+    frequency.frequency_report(report, {"gpt2": entry})
+    kept_table, durable_table = report.tables[:2]
+    assert [row[0] for row in kept_table.rows] == ["Everstep, host", "Everstep, disk", "LightCheck, published"]
+    assert durable_table.rows == [["Everstep, disk", "0 in 9 (0.0%)"]]
