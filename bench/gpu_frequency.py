@@ -262,7 +262,7 @@ def frequency_report(report: Report, models: dict[str, Any]) -> None:
     methods = [name for name in METHODS if any(name in cells for _, cells in measured)]
     report.tables += [
         _interval_table(measured, methods, durable=False),
-        _interval_table(measured, [m for m in methods if METHODS[m] not in IN_MEMORY], durable=True),
+        _interval_table(measured, [m for m in methods if METHODS[m] not in (*IN_MEMORY, TopKLog)], durable=True),
         _every_step_table(measured, methods),
     ]
     report.tables[0].rows.append(["LightCheck, published", *(str(LIGHTCHECK.get(name, "-")) for name in entries)])
@@ -309,7 +309,8 @@ def _interval_table(measured: list[Measured], methods: list[str], *, durable: bo
         ["method", *(entry["title"].split(",")[0] for entry, _ in measured)],
         note=(
             "Only what is on the disk and synced counts; Everstep's is checked as it is written. Its modes host, "
-            "device and direct write a base an hour here, so they have no row. Records of the log and the replica "
+            "device and direct write a base an hour here, so they have no row; nor has the log of top-k, whose records "
+            "are of use after a reboot only up to a step whose residuals were saved. Records of the log and the replica "
             f"count if they are there {RING_S:.0f} s after the last block: so short a run fits into their ring, and "
             "whether the disk keeps up with a long one is not said (below: how many steps it was behind). "
             if durable
