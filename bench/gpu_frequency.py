@@ -310,7 +310,7 @@ def _interval_table(measured: list[Measured], methods: list[str], *, durable: bo
         note=(
             "Only what is on the disk and synced counts; Everstep's is checked as it is written. Its modes host, "
             "device and direct write a base an hour here, so they have no row; nor has the log of top-k, whose records "
-            "are of use after a reboot only up to a step whose residuals were saved. Records of the log and the replica "
+            "are of use after a reboot only up to a step with saved residuals. Records of the log and the replica "
             f"count if they are there {RING_S:.0f} s after the last block: so short a run fits into their ring, and "
             "whether the disk keeps up with a long one is not said (below: how many steps it was behind). "
             if durable
