@@ -32,9 +32,11 @@ from everstep.capture.arena import Arena, find_arenas
 from everstep.capture.host import arena_root
 from everstep.events import Rejected
 from everstep.keeper import client
+from everstep.keeper.base_writer import BaseWriter
 from everstep.keeper.client import keeper_pid
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.pace import Pace
+from everstep.keeper.session import checksums
 from everstep.recover.survey import Sources
 
 STEPS = 70
@@ -52,7 +54,8 @@ def life(directory: Path, at_step: AtStep, *, keeper: str = "process") -> dict[s
 
     def change() -> None:
         Pace.is_outpaced = lambda *_: slow.exists()  # type: ignore[assignment]
-        take = Logbook.take
+        take, due = Logbook.take, BaseWriter._due
+        BaseWriter._due = lambda writer: None if held.exists() else due(writer)  # type: ignore[method-assign]
         Logbook.take = lambda *ring, **how: 0 if held.exists() else take(*ring, **how)  # type: ignore[method-assign]
 
     room.LARGE_BYTES = 0  # type: ignore[attr-defined]
@@ -140,6 +143,46 @@ def test_records_that_a_life_does_not_follow_are_not_written_while_it_begins() -
         end_keeper(directory)
         forget_memory(directory)
         assert {entry.step for entry in everstep.open(directory).log()[0]} <= set(range(12))
+
+
+def test_a_damaged_base_that_a_life_does_not_follow_lets_no_records_go_while_it_begins() -> None:
+    """It was sealed in the last moment, so that no records were let go for it."""
+
+    def damaging(run: everstep.Run) -> None:
+        if run.step == 40:
+            (directory.parent / "held").touch()
+            (directory.parent / "slow").unlink()
+        if run.step > 40 and run._capture.base_step > max(ring.taken() for ring in arenas_of(directory, "log")):
+            run.wait("sealed")
+            arena = run._capture.arena()
+            for slot in arena.seals():
+                checksums(arena, slot)
+                arena.slots[slot][arena.slot_bytes // 2] ^= 16
+            die()
+
+    def second_life() -> dict[str, Any]:
+        left_to = Sources.left_to
+
+        def looking(*given: Any, **how: Any) -> Any:
+            (directory.parent / "slow").touch()
+            time.sleep(0.3)
+            (directory.parent / "slow").unlink()
+            time.sleep(0.1)
+            (directory.parent / "held").unlink()
+            return left_to(*given, **how)
+
+        def at_step(run: everstep.Run) -> None:
+            if run.step == 10:
+                assert run.wait("durable", timeout=5), "nobody writes its records"
+
+        Sources.left_to = looking  # type: ignore[method-assign]
+        return life(directory, at_step)
+
+    with slow_directory() as directory:
+        assert live(lambda: life(directory, damaging)).killed
+        result = must_finish(second_life)
+        assert result["resumed_from"] < 20
+        assert result["digest"] == undisturbed(STEPS)
 
 
 def test_a_status_says_which_records_no_disk_has() -> None:
