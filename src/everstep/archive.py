@@ -285,7 +285,7 @@ class Archive:
                 **self._levels(survey),
                 "arena_bytes": sum(arena.slot_bytes * len(arena.slots) for arena in arenas),
                 "replica": replica_of(self.run),
-                "ring": _ring_state(sources.rings),
+                "ring": _ring_state(sources.rings, only(survey, "disk")),
                 "went_on": _went_on(self.directory),
                 "exposure": exposure(
                     survey,
@@ -396,12 +396,13 @@ def _went_on(directory: Path) -> list[WentOn]:
     return [event for event in events if event.rank == first]
 
 
-def _ring_state(rings: list[Arena]) -> dict[str, int]:
-    """What is in the rings, and how much of it is not on a medium yet."""
-    seals = [(seal, ring.taken()) for ring in rings if ring.kind == "log" for seal in ring.seals().values()]
+def _ring_state(rings: list[Arena], on_disk: Survey) -> dict[str, int]:
+    """What is in the rings, and how much of it is not on a disk: some may never be, where a base made it needless."""
+    found = [(ring.rank, seal.step) for ring in rings if ring.kind == "log" for seal in ring.seals().values()]
+    written = [(one.rank, range(one.first, one.last + 1)) for one in on_disk.records]
     return {
-        "records": len(seals),
-        "unwritten": sum(seal.step > taken for seal, taken in seals),
+        "records": len(found),
+        "unwritten": sum(not any(rank == by and step in steps for by, steps in written) for rank, step in found),
         "bytes": sum(ring.slot_bytes * len(ring.slots) for ring in rings),
     }
 

@@ -165,7 +165,7 @@ def test_a_reboot_loses_only_what_is_not_yet_in_the_log(cli: Cli, held: Path, tm
         ("the machine reboots", HELD),
         ("this disk is lost", END),
     ]
-    assert f"{HELD} of them not on disk yet" in cli("status", held, "--memory", tmp_path / "memory").out
+    assert f"{HELD} of them not on disk" in cli("status", held, "--memory", tmp_path / "memory").out
     plan = cli("plan", held, "--memory", tmp_path / "memory", "--json").json
     assert plan["step"] == END
     assert cli("plan", held, "--memory", tmp_path / "memory", "--lost", "memory", "--json").json["step"] == END - HELD

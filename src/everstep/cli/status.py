@@ -34,7 +34,7 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
         )
     ring = status["ring"]
     if ring["bytes"]:
-        print(f"log: {ring['records']} records in the ring, {ring['unwritten']} of them not on disk yet")
+        print(f"log: {ring['records']} records in the ring, {ring['unwritten']} of them not on disk")
     for one in status["went_on"]:
         lossy = f"lossy: {one.buckets} buckets without {one.samples} samples" if one.buckets else "lossy"
         kind = "exact" if one.exact else lossy if one.policy == "forward" else "world changed"

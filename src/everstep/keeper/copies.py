@@ -34,15 +34,16 @@ class Takers:
         self._lock = threading.Lock()
         self._far: dict[int, dict[object, int]] = {}  # rank -> who -> step
 
-    def join(self, who: object, rank: int, step: int) -> None:
+    def join(self, who: object, ring: Arena) -> None:
         with self._lock:
-            self._far.setdefault(rank, {})[who] = step
+            self._far.setdefault(ring.rank, {})[who] = ring.taken()
 
     def has_taken(self, who: object, ring: Arena, step: int) -> None:
+        """What was free once stays so: the trainer may be overwriting it."""
         with self._lock:
             far = self._far.setdefault(ring.rank, {})
             far[who] = step
-            ring.set_taken(min(far.values()))
+            ring.set_taken(max(ring.taken(), min(far.values())))
 
     def leave(self, who: object) -> None:
         with self._lock:
@@ -67,7 +68,7 @@ class _Copy:
             if hello.rank not in self._open:
                 self._book.open(hello, hello.local_ranks)
                 self._open.add(hello.rank)
-            self._takers.join(self, hello.rank, ring.taken())
+            self._takers.join(self, ring)
         values = [values for _, values, _ in sessions if values is not None]
         has_values = self._book.hold_values(values, [ring for ring, _, _ in sessions], is_alive=is_alive)
         has_taken = False
@@ -112,6 +113,8 @@ class Copies:
             ready = [copy for copy in self._copies if sessions and time.monotonic() >= copy.rests_until]
             taken = [self._try(copy, sessions) for copy in ready]
             rest = SOON_S if any(taken) else longer(rest)
+        for copy in self._copies:
+            copy.lose()  # another life has copies of its own, and its rings wait for none of these
 
     def _try(self, copy: _Copy, sessions: Sequence[_Taken]) -> bool:
         """Whether there was anything to take."""

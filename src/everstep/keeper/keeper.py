@@ -196,6 +196,8 @@ class Keeper:
                 arena = Arena(descriptors[0], descriptors[1:], message.place)
                 arena.populate()
                 if arena.kind in ("log", "values"):
+                    if arena.kind == "log":
+                        self._takers.join(self, arena)
                     self._records.take_in(session, arena)
                 else:
                     with self._roster.lock:

@@ -44,6 +44,7 @@ class Logbook:
         self.pinned_values: list[Callable[[], int | None]] = []  # which values others are about to take from there
         self.appointed: Callable[[], Order] | None = None  # where all nodes save values of the same step, of which one
         self._books: dict[int, Book] = {}
+        self._lives: dict[int, Hello] = {}  # by rank, as the present one began
         self._passed: dict[int, int] = {}  # up to where records of a rank were let go unwritten
         self._saved: list[int] = []  # the steps whose values are on the medium, of all ranks here,
         self._held: list[int] = []  # those whose values are to follow,
@@ -61,12 +62,14 @@ class Logbook:
         `ranks`: whose values lie on the medium, if not those of all whose parts lie on this node's disk.
         """
         cut_after(self._tier, hello.resumed_from, [hello.rank], hello.run, hello.generation)
+        self._lives[hello.rank] = hello
         self.go_on(hello.rank, hello.run)
         self._look_for_values(hello, hello.ranks_here if ranks is None else ranks)
 
     def go_on(self, rank: int, run: str) -> None:
         """What is on the medium of a rank's log stays as it is, and is gone on with."""
         self._books[rank] = Book(self._tier, rank, run)
+        self._passed.pop(rank, None)  # the life before may have come further than the present one has
 
     def _look_for_values(self, hello: Hello, ranks: Collection[int]) -> None:
         """Forget values that were passed over when this life began, and find those that are whole."""
@@ -100,7 +103,7 @@ class Logbook:
         """
         book = self._books[ring.rank]
         after = max(book.last, self._passed.get(ring.rank, NONE))
-        found = sorted((seal for seal in ring.seals().values() if seal.step > after), key=lambda seal: seal.step)
+        found = sorted((seal for seal in self._seals(ring) if seal.step > after), key=lambda seal: seal.step)
         if not found or (book.has_values and not is_urgent and len(found) < len(ring.slots) // 2):
             return 0
         header = bytes(ring.image(0)[: image.header_bytes(ring.image(0))])
@@ -121,6 +124,14 @@ class Logbook:
         self._tensor_bytes[ring.rank] = newest.payload_bytes - (sum(newest.ranges[-1]) - layout.extras_offset)
         self._taken(ring, book.last)
         return len(following)
+
+    def _seals(self, ring: Arena) -> list[Seal]:
+        """Without those of steps that the present life does again, which a ring has until its trainer has looked."""
+        life = self._lives.get(ring.rank)
+        if life is None:
+            return list(ring.seals().values())
+        began = NONE if life.resumed_from is None else life.resumed_from
+        return [seal for seal in ring.seals().values() if seal.step <= began or seal.generation == life.generation]
 
     def pass_over(self, ring: Arena, base: int) -> None:
         """All ranks have a base in memory: records up to it are let go unwritten, and others lead on from it."""
@@ -284,7 +295,7 @@ class Logbook:
         """Whether what is there, in memory or written, leads from the base to a step."""
         for ring in rings:
             book = self._books[ring.rank]
-            sealed = {seal.step for seal in ring.seals().values()}
+            sealed = {seal.step for seal in self._seals(ring)}
             if not book.leads_from(self.base) or any(s not in sealed for s in range(book.last + 1, step + 1)):
                 return False
             is_unsaved = book.has_values and book.last >= step > self.values_step

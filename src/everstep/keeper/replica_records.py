@@ -1,7 +1,8 @@
 """What one rank consumed, step by step, for whoever applies it at his own pace.
 
-From the ring while it is there; a record that was overwritten meanwhile is in the log, since only those are
-overwritten. A record is copied before it is used, and the copy counts only if the seal is still the same.
+From the ring while it is there; a record that was overwritten meanwhile is in the log, or a newer base has made it
+needless: then that base is gone on from. A record is copied before it is used, and the copy counts only if the seal is
+still the same.
 """
 
 from __future__ import annotations

@@ -96,10 +96,17 @@ def _newest_base(sessions: list[Session], wanted: int) -> int | None:
     for session in sessions:
         if session.hello.local < session.hello.world and not session.hello.secret:
             stride = session.hello.every_steps or _MANY_NODES_STRIDE
-        assert session.arena is not None
-        sealed.append(_sealed(session.arena))
+        sealed.append(_followed(session))
     common = set.intersection(*sealed) if sealed else set()
     return max((step for step, _ in common if step % stride == 0 or step == wanted), default=None)
+
+
+def _followed(session: Session) -> set[tuple[int, str]]:
+    """The bases of a rank, without those of steps that its present life does again: it looks through them at first."""
+    assert session.arena is not None
+    life = session.hello
+    began = -1 if life.resumed_from is None else life.resumed_from
+    return {(step, which) for step, which in _sealed(session.arena) if step <= began or which == life.generation}
 
 
 def _newest_replica(sessions: list[Session]) -> int | None:
