@@ -20,7 +20,7 @@ SELDOM = Disk(every=10_000)
 
 
 def small_rings(node: str) -> None:
-    room._MAX_SLOTS = 8  # type: ignore[attr-defined]
+    room._MAX_SLOTS = 20  # type: ignore[attr-defined]
     Steering.steps_per_base = property(lambda self: 1000)  # type: ignore[assignment,method-assign]
 
 
@@ -53,10 +53,10 @@ def too_slow() -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_node_costs_nothing_that_was_protected_though_no_disk_has_it(
+def test_a_lost_node_costs_nothing_that_was_protected_though_disks_are_too_slow(
     lost: int, cluster: Any, undisturbed: Any
 ) -> None:
-    """Disks pass records over, and copies of them go on: each needs its own part of what the rings hold."""
+    """With several nodes a disk passes nothing over, however slow it is: others may need what is in its rings."""
 
     def prepare(node: str) -> None:
         small_rings(node)

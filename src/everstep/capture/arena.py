@@ -38,8 +38,6 @@ MEMFD = "memfd"
 # every record; or a whole state that the keeper advances.
 ArenaKind = Literal["base", "log", "values", "replica"]
 
-SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
-
 _MAGIC = b"EVERSTEP"
 _HEADER = struct.Struct("<8sIIIIQQ32s8s")  # magic, format, rank, world, slots, slot bytes, layout digest, run, kind
 _OWNER = struct.Struct("<Q")  # pid; not in the header, which is never written again, so that no crash can tear it

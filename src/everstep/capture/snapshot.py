@@ -24,7 +24,7 @@ from operator import attrgetter
 
 import torch
 
-from everstep.capture.arena import MEMFD, SEALS_AHEAD, Arena
+from everstep.capture.arena import MEMFD, Arena
 from everstep.capture.copier import Copier
 from everstep.capture.hooks import Unseen, around_step
 from everstep.capture.layout import Subjects
@@ -36,6 +36,7 @@ from everstep.image import ImageLayout
 from everstep.timeline import Kind
 
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
+_SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
 _PAUSE_S = 50e-6  # enough for another thread to wake up and take the interpreter
 _version = attrgetter("_version")
 _pause = partial(time.sleep, _PAUSE_S)
@@ -358,7 +359,7 @@ class Capture:
         self.sealed_step, self.copy_s = job.step, ended - began
         self._moments.mark(Kind.COPY, job.step, began, ended)
         self._seals += 1
-        if self._seals >= (1 if self._life.topology.world == 1 else SEALS_AHEAD):
+        if self._seals >= (1 if self._life.topology.world == 1 else _SEALS_AHEAD):
             self.let_go()
 
     def let_go(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from everstep.capture.arena import SEALS_AHEAD, Arena
+from everstep.capture.arena import Arena
 from everstep.events import Degraded, Sink
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.pace import Pace
@@ -55,28 +55,20 @@ class RecordWriter:
             rings = [session.ring for session in sessions if session.ring is not None]
             if self._logbook.hold_values(_values(sessions), rings, is_urgent=is_urgent, is_alive=is_alive):
                 is_urgent = True  # they are worth something only behind all records up to theirs
-        is_outpaced = not is_urgent and self._pace.is_outpaced(rings)
+        is_outpaced = not is_urgent and _are_all_here(sessions) and self._pace.is_outpaced(rings)
+        base = self._roster.newest_base() if is_outpaced else None
         for session in sessions:
             with self._logbook.writing:
                 if session.ring is None:
                     continue
                 if is_outpaced and not session.ring_is_spent:
-                    self._logbook.pass_over(session.ring, self._needless(session))
+                    self._logbook.pass_over(session.ring, NONE if base is None else base)
                 else:
                     self._pace.take(session.ring, session.hello, is_urgent=is_urgent or session.ring_is_spent)
         with self._logbook.writing:
             self._logbook.save_values(_values(sessions), torch_version=sessions[0].hello.torch if sessions else "")
         if self._logbook.reach() > before:
             self._announce()
-
-    def _needless(self, session: Session) -> int:
-        """Up to which step nobody will need records again, since all ranks have a base in memory that is as new.
-
-        Of ranks on other nodes it is known once they are some steps further: each of them met this one in every step.
-        """
-        base, step = self._roster.newest_base(), max(arena.live().step for arena in session.arenas())
-        ahead = 0 if session.hello.world == 1 else SEALS_AHEAD
-        return NONE if base is None or step < base + ahead else base
 
     # -- the keeper's main thread
 
@@ -95,3 +87,8 @@ class RecordWriter:
 
 def _values(sessions: list[Session]) -> list[Arena]:
     return [session.values for session in sessions if session.values is not None]
+
+
+def _are_all_here(sessions: list[Session]) -> bool:
+    """What ranks on other nodes have in memory nobody knows here, so they may need any record."""
+    return all(session.hello.local == session.hello.world for session in sessions)
