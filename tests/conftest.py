@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,15 @@ settings.load_profile("everstep")
 
 torch.set_num_threads(1)
 torch.set_flush_denormal(True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those of long.txt take too long for `make test`, where others like them are."""
+    long = set(Path(__file__).with_name("long.txt").read_text().splitlines())
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture

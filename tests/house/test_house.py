@@ -312,3 +312,10 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     """Pytest loads them by name: of two with the same one the second is an error, whatever is in it."""
     names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_those_that_only_the_soak_runs_are_there() -> None:
+    root = Path(__file__).parents[1]
+    for line in (root / "long.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (root.parent / file).read_text(), f"{line} is in no file"
