@@ -35,7 +35,7 @@ from rich.table import Table
 import everstep
 from everstep.events import RanksLost, Started, WentOn, read_events
 
-STEPS = 240
+STEPS = 200
 LIVE_STEPS = 300
 FAILURES = 2
 PAGE = Path(__file__).parents[1] / "runs" / "report.html"
