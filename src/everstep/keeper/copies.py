@@ -123,14 +123,15 @@ class Copies:
                 has_taken = copy.take(sessions, is_alive=self._roster.is_anybody_alive())
             copy.is_lost = False
             return has_taken
-        except (EverstepError, OSError) as error:
+        except (EverstepError, OSError, ValueError) as error:
+            rings = [arena for ring, values, _ in sessions for arena in (ring, values) if arena is not None]
+            if any(arena.control.closed for arena in rings):
+                return False  # in this moment: another one follows, or none
             if not copy.is_lost:
                 self._emit(
                     Degraded(what=f"records are not copied to the {copy.name}", reason=str(error), tier="partner")
                 )
             copy.lose()
-        except ValueError:
-            pass  # the ring was closed in this moment: another one follows, or none
         return False
 
     def reach(self, base: int) -> int:
