@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument(
         "--method", default="", help="frequency, utilisation: how names of methods begin, with ; between"
     )
-    parser.add_argument("--longest", type=float, default=8.0, help="frequency: seconds of training between two saves")
+    parser.add_argument("--longest", type=float, default=6.0, help="frequency: seconds of training between two saves")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no new measurement begins")
     parser.add_argument("--out", type=Path, default=None, help="where tables are, and where those of earlier calls lie")
     parser.add_argument("--scratch", type=Path, default=None, help="a directory on the disk to write to")

@@ -22,14 +22,14 @@ import gpu_models
 import torch
 from common import MB, Report, Stat, Table, Target
 from gpu_merge import each, one_line
-from gpu_methods import IN_MEMORY, OTHERS, OURS, RING_S, DenseLog, Everstep, Kept, Method, Replica, TopKLog
+from gpu_methods import CHAIN_S, IN_MEMORY, OTHERS, OURS, RING_S, DenseLog, Everstep, Kept, Method, Replica, TopKLog
 from gpu_models import CASES, Case, let_go, link_bytes_s, make_case
 from peers import raw_write
 
 MOST = 0.05  # of the time, that a method may cost
 BLOCK_S, PAIRS = 0.5, 3  # of blocks with and without
 RUNS = 6  # of one method on one model, at most
-CELL_S, LARGE_CELL_S = 14.0, 60.0  # after which a method gets no further run on a model,
+CELL_S, LARGE_CELL_S = 10.0, 40.0  # after which a method gets no further run on a model,
 LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
 CLOSE = 0.8  # a fifth shorter than the shortest that is good is not looked for
 LIGHTCHECK = {
@@ -79,6 +79,7 @@ class Cell:
     runs: list[Run] = field(default_factory=list)
     error: str = ""
     ended: bool = False  # by the limit on its time, before the shortest was known to a fifth
+    took_s: float = 0.0
 
     def best(self, *, durable: bool = False) -> Run | None:
         """The shortest interval that costs little enough, if one was found."""
@@ -105,9 +106,8 @@ def measure(way: Method, interval: int, step_s: float) -> Run:
         run.plain_s.append(way.plain(plain_steps))
     else:
         run.kept_s, run.unsynced_s = [], []  # it was to learn how long one takes
-        block_s = max(BLOCK_S, way.least_s)
         steps = interval * max(least, min(60, round(BLOCK_S / period_s)), round(way.least_s / period_s))
-        for pair in range(PAIRS if max(block_s, period_s) < 2 * BLOCK_S else 1):
+        for pair in range(PAIRS if period_s < 2 * BLOCK_S and way.least_s <= CHAIN_S else 1):
             for is_kept in (pair % 2 == 0, pair % 2 == 1):
                 if is_kept:
                     kept(steps)
@@ -200,8 +200,9 @@ def bench_frequency(
             check_time(f"{method} and what comes after it")
             began = time.monotonic()
             cell = _tried(Ways(case, METHODS[method], scratch), step_s, longest_s, cell_s)
+            cell.took_s = time.monotonic() - began
             entry["cells"][method] = asdict(cell)
-            print(f"{case.title:34} {method:34} {time.monotonic() - began:5.1f} s  {_line(cell)}", flush=True)
+            print(f"{case.title:34} {method:34} {cell.took_s:5.1f} s  {_line(cell)}", flush=True)
             yield entry
             let_go()
 
@@ -296,7 +297,7 @@ def _overhead_target(entry: dict[str, Any], cells: dict[str, Cell]) -> Target:
 
 def _cells(entry: dict[str, Any]) -> dict[str, Cell]:
     return {
-        method: Cell([Run(**run) for run in cell["runs"]], error=cell["error"], ended=cell["ended"])
+        method: Cell(**{**cell, "runs": [Run(**run) for run in cell["runs"]]})
         for method, cell in entry["cells"].items()
     }
 

@@ -29,6 +29,7 @@ from everstep.keeper.pace import OUTPACED
 
 FIRST_BASE_S = 90.0  # for the largest state on a slow disk
 RING_S = 30.0  # for the records of the last steps to be written
+CHAIN_S = 1.5  # of a block of whole gradients: longer than the ring of most models
 
 
 @dataclass
@@ -178,10 +179,10 @@ class Everstep(Method):
 
     def result(self) -> Kept:
         found, recorder, arena = self.found, self.run._keeping.recorder, self.run._capture.arena()
+        record_bytes = recorder.record_bytes if recorder is not None else 0
         if recorder is not None:
             self.run.wait("durable", timeout=RING_S)  # of what the ring still holds
         durable_step = self.run.status()["durable_step"]
-        record_bytes = recorder.record_bytes if recorder is not None else 0
         self.close()
         events = read_events(self.root / "run")
         skipped = {event.step for event in events if isinstance(event, Skipped)}
@@ -249,6 +250,7 @@ class DenseLog(Everstep):
 
     name = "Everstep, dense log"
     options: ClassVar = {"strategy": "log", "mode": "device"}
+    least_s = CHAIN_S
 
 
 class TopKLog(Everstep):
@@ -264,6 +266,7 @@ class TopKLog(Everstep):
 class Replica(Everstep):
     name = "Everstep, replica"
     options: ClassVar = {"strategy": "replica"}
+    least_s = CHAIN_S
 
     def result(self) -> Kept:
         where: Any = self.run.status()["replica"]

@@ -35,7 +35,7 @@ from everstep.capture import shape
 
 OFF, UNPACED, PACED = "capture off", "unpaced", "paced"
 WAYS = (OFF, UNPACED, PACED)
-ROUNDS, BLOCK_S, MOST_STEPS = 5, 3.0, 60
+ROUNDS, BLOCK_S, MOST_STEPS = 5, 2.0, 60
 WORLD = 2
 TOKENS = (2, 128)  # a batch: few, so that a step is mostly its all-reduce
 

@@ -180,7 +180,10 @@ def test_a_damaged_file_is_named_and_the_step_before_it_takes_over(
     assert gone or any(r.step == LAST and target.name in r.reason for r in plan.rejections)
     assert everstep.open(run).load()["step"] == 4
 
-    result = must_finish(lambda: train_tiny(run, steps=8, tiers=OFTEN))
+    def every_step(run: everstep.Run) -> None:
+        run.wait("durable")  # so that the step of the damaged file is written again
+
+    result = must_finish(lambda: train_tiny(run, every_step, steps=8, tiers=OFTEN))
     assert result["resumed_from"] == 4
     assert result["digest"] == digest_of(8)
     told = [e for e in read_events(run) if isinstance(e, Rejected) and e.step == LAST]

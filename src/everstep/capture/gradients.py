@@ -36,9 +36,10 @@ from everstep.capture.form import Form, as_it_is, call_of, fits, make_form, memb
 from everstep.capture.hooks import around_step
 from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
+from everstep.capture.pinned import pin
 from everstep.capture.purity import Purity
 from everstep.capture.room import Room
-from everstep.capture.shape import Shape, pin
+from everstep.capture.shape import Shape
 from everstep.capture.stepped import gradients_of
 from everstep.capture.tap import Tap
 from everstep.capture.update import flushes_denormals

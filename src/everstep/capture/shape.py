@@ -30,7 +30,6 @@ from everstep.capture.layout import (
 )
 from everstep.capture.life import Life
 from everstep.errors import BadConfig
-from everstep.events import Degraded, Sink
 from everstep.image import FORMAT, ImageLayout, lay_out
 from everstep.topology import Topology
 from everstep.types import ImageInfo, Piece
@@ -272,22 +271,3 @@ def on_side(lanes: dict[torch.device, Lane]) -> Iterator[None]:
         for lane in lanes.values():
             streams.enter_context(torch.cuda.stream(lane.stream))
         yield
-
-
-def pin(flats: list[Tensor], emit: Sink) -> bool:
-    for flat in flats:
-        status = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0)
-        if int(status) != 0:
-            emit(
-                Degraded(
-                    what="shared memory is not pinned",
-                    reason=f"cudaHostRegister answered {int(status)}; copies are slower. Raise the memlock limit.",
-                )
-            )
-            return False
-    return True
-
-
-def unpin(flats: list[Tensor]) -> None:
-    for flat in flats:
-        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())

@@ -19,7 +19,8 @@ from torch import Tensor
 from everstep.capture.arena import Arena
 from everstep.capture.copier import Copier
 from everstep.capture.layout import Share
-from everstep.capture.shape import LEAVING_BYTES, Lane, Run, make_lane, make_runs, place_in, unpin, view_in
+from everstep.capture.pinned import unpin
+from everstep.capture.shape import LEAVING_BYTES, Lane, Run, make_lane, make_runs, place_in, view_in
 from everstep.image import ImageLayout, lay_out
 from everstep.types import ImageInfo, Piece
 

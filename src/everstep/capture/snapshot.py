@@ -29,7 +29,8 @@ from everstep.capture.copier import Copier
 from everstep.capture.hooks import Unseen, around_step
 from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
-from everstep.capture.shape import Shape, Views, make_shape, on_side, pin, unpin
+from everstep.capture.pinned import pin, unpin
+from everstep.capture.shape import Shape, Views, make_shape, on_side
 from everstep.errors import BadConfig
 from everstep.events import ArenaMade, Degraded, Skipped
 from everstep.image import ImageLayout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from everstep.cadence import Every
 from everstep.capture.arena import Arena
@@ -39,6 +40,8 @@ class BaseWriter:
         self.took_s = -1.0  # that the last base took; -1: there was none
         self._asked = threading.Event()
         self._retry_at = 0.0
+        self._remover = ThreadPoolExecutor(1, "everstep-remover")
+        self._removal: Future[None] | None = None  # of what the newest base makes needless
         self.failures = 0  # in a row
         self.appointed: Callable[[], Order] | None = None  # where all nodes write the same step, which one
 
@@ -65,6 +68,7 @@ class BaseWriter:
                 self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self.failures)
                 self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error), tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))
+        self._remover.shutdown()
 
     # -- when
 
@@ -124,6 +128,7 @@ class BaseWriter:
             arenas = [session.replica for session in sessions]
             slots = [replica.slot_of(step) if replica is not None else None for replica in arenas]
         try:
+            self._make_room(sum(arena.slot_bytes for arena in arenas if arena is not None))
             size = self._persist(step, sessions, arenas, slots)
         finally:
             for session, slot in zip(sessions, leased or [], strict=False):
@@ -145,7 +150,11 @@ class BaseWriter:
         if not any(session.alive for session in sessions):
             self._emit(Scavenged(step=step, ranks=tuple(session.hello.rank for session in sessions)))
         self._announce()
-        self._retire(sessions[0].hello)
+        with self._logbook.writing:
+            self._logbook.rotate()
+        if self._removal is not None:
+            self._removal.result()  # so that a disk that frees slowly does not fill
+        self._removal = self._remover.submit(self._retire, sessions[0].hello)
 
     def _persist(
         self, step: int, sessions: list[Session], arenas: list[Arena | None], slots: list[int | None]
@@ -174,16 +183,23 @@ class BaseWriter:
         is_last = flush.commit(self._tier, step, hello.ranks_here, hello.world, generation)
         return size if is_last or self.appointed is not None else None
 
+    def _make_room(self, size: int) -> None:
+        """What is being removed may be the room that the next base needs."""
+        if self._removal is not None and not self._tier.has_room(size):
+            self._removal.result()
+
     def _retire(self, hello: Hello) -> None:
-        """Let go what the newest base makes needless."""
-        before = self.appointed().complete if self.appointed is not None else None
-        keep = Keep(last=hello.keep_last, every=hello.keep_every)
-        for gone in flush.retire(self._tier, keep, hello.run, before=before):
-            self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
-        flush.clean(self._tier)
-        with self._logbook.writing:
-            self._logbook.rotate()
-            self._logbook.forget(min(committed_steps(self._tier), default=-1))
+        """Let go what the newest base makes needless, beside the next one: some disks take long to free blocks."""
+        try:
+            before = self.appointed().complete if self.appointed is not None else None
+            keep = Keep(last=hello.keep_last, every=hello.keep_every)
+            for gone in flush.retire(self._tier, keep, hello.run, before=before):
+                self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
+            flush.clean(self._tier)
+            with self._logbook.writing:
+                self._logbook.forget(min(committed_steps(self._tier), default=-1))
+        except Exception as error:  # the next base tries it again
+            self._emit(Degraded(what="old checkpoints are still there", reason=str(error), tier="disk"))
 
     # -- the keeper's main thread
 

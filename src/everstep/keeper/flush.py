@@ -141,7 +141,7 @@ def _says_the_same(tier: Tier, record: Commit) -> bool:
     """Whether the commit that is there names the same parts: another keeper of this life was a moment earlier."""
     try:
         found = read_commit(tier, record.step, record.run)
-    except (Damaged, FileNotFoundError):
+    except (Damaged, OSError):
         return False
     return (found.generation, found.world, found.parts) == (record.generation, record.world, record.parts)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from everstep.capture.extras import decode
 from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost, optimizer_name, shaped
+from everstep.capture.pinned import pinned_for
 from everstep.capture.sharded import box_of, local_of, stepping
 from everstep.errors import Damaged, Mismatch
 from everstep.image import ImageLayout, extras_of
@@ -179,7 +181,22 @@ def check(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[s
 @torch.no_grad()
 def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
     """Copy into models, and give the optimizers their state; what does not fit was reported by `check`."""
-    _copy_tensors(checkpoint, subjects)
+    with _pinned(checkpoint, subjects):
+        _copy_tensors(checkpoint, subjects)
+        _give_states(checkpoint, subjects)
+    _restore_beside(checkpoint, subjects)
+
+
+def _pinned(checkpoint: Checkpoint, subjects: Subjects) -> AbstractContextManager[None]:
+    of_modules = (p for _, module in subjects.named_modules() for p in module.parameters())
+    of_optimizers = (
+        p for optimizer in subjects.optimizers for group in optimizer.param_groups for p in group["params"]
+    )
+    devices = {p.device for p in chain(of_modules, of_optimizers) if p.is_cuda}
+    return pinned_for(devices, (part for pieces in checkpoint.pieces.values() for _, part in pieces))
+
+
+def _give_states(checkpoint: Checkpoint, subjects: Subjects) -> None:
     names, on_host = subjects.names(), set(checkpoint.info.on_host)
     for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         state_of, worker = checkpoint.state_names(prefix), stepping(optimizer)
@@ -191,13 +208,13 @@ def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
                 worker.state[parameter] = state
             elif names[id(parameter)] in known:
                 worker.state.pop(parameter, None)  # made in steps that are taken back
-    _restore_beside(checkpoint, subjects)
 
 
 @torch.no_grad()
 def apply_rest(record: Checkpoint, subjects: Subjects) -> None:
     """Copy the values that a record has, and put back what optimizers hold beside the tensors of parameters."""
-    _copy_tensors(record, subjects)
+    with _pinned(record, subjects):
+        _copy_tensors(record, subjects)
     _restore_beside(record, subjects)
 
 
@@ -246,7 +263,7 @@ def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects) -> None:
             targets.append(target)
             sources.append(source)
     if targets:
-        torch._foreach_copy_([t.detach() for t in targets], sources)
+        torch._foreach_copy_([t.detach() for t in targets], sources, non_blocking=True)
 
 
 def _common(
@@ -293,7 +310,7 @@ def _like(checkpoint: Checkpoint, name: str, parameter: Tensor, on_host: bool) -
         target = torch.empty(shape, dtype=dtype, device=device)
     start = box.start if box is not None else (0,) * len(shape)
     for into, part in _common(checkpoint.pieces.get(name, []), local_of(target), start):
-        into.copy_(part)
+        into.copy_(part, non_blocking=True)
     return target
 
 

@@ -50,7 +50,7 @@ class DiskTier:
         if path.exists():
             raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path))
         data = data.cast("B")
-        if self.free_bytes() < len(data) + _SPARE_BYTES:
+        if not self.has_room(len(data)):
             raise NotEnoughSpace(str(self.root), len(data), self.free_bytes())
         with self._failing(f"writing {name}", len(data)):
             self._make_folder(path.parent)
@@ -114,7 +114,7 @@ class DiskTier:
         path = self._path(name)
         if path.exists():
             raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path))
-        if self.free_bytes() < size + _SPARE_BYTES:
+        if not self.has_room(size):
             raise NotEnoughSpace(str(self.root), size, self.free_bytes())
         with self._failing(f"writing {name}", size):
             self._make_folder(path.parent)
@@ -126,7 +126,7 @@ class DiskTier:
         path = self._path(name)
         parts = [part.cast("B") for part in parts]
         size = sum(map(len, parts))
-        if self.free_bytes() < size + _SPARE_BYTES:
+        if not self.has_room(size):
             raise NotEnoughSpace(str(self.root), size, self.free_bytes())
         with self._failing(f"appending to {name}", size):
             self._make_folder(path.parent)
@@ -276,6 +276,9 @@ class DiskTier:
         status = os.statvfs(base)
         return status.f_bavail * status.f_frsize
 
+    def has_room(self, size: int) -> bool:
+        return self.free_bytes() >= size + _SPARE_BYTES
+
     # -- removing
 
     def delete(self, name: str) -> None:
@@ -283,6 +286,8 @@ class DiskTier:
         with self._failing(f"deleting {name}"):
             self.before(f"delete {name}")
             self._rooted.discard(name)
+            if path.is_dir():  # nobody of ours has made it, and it would be in the way for ever
+                shutil.rmtree(path)
             path.unlink(missing_ok=True)
             if path.parent.exists():
                 self._sync_folder(path.parent)

@@ -1,0 +1,76 @@
+"""Host memory that a device reads and writes by itself, at the speed of the link."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from everstep.events import Degraded, Sink
+
+_WORTH_BYTES = 32 << 20  # less is copied as fast without
+_NEAR_BYTES = 1 << 20  # what lies closer together is pinned at once
+_PAGE = 4096
+
+
+def pin(flats: list[Tensor], emit: Sink) -> bool:
+    """For as long as the memory is used."""
+    for flat in flats:
+        status = _register(flat.data_ptr(), flat.numel())
+        if status != 0:
+            emit(
+                Degraded(
+                    what="shared memory is not pinned",
+                    reason=f"cudaHostRegister answered {status}; copies are slower. Raise the memlock limit.",
+                )
+            )
+            return False
+    return True
+
+
+def unpin(flats: list[Tensor]) -> None:
+    for flat in flats:
+        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+
+
+@contextmanager
+def pinned_for(devices: Collection[torch.device], sources: Iterable[Tensor]) -> Iterator[None]:
+    """While large amounts are copied to devices; at the end they are there. What cannot be pinned is copied slower."""
+    spans = _spans(sources) if devices else []
+    begins: list[int] = []
+    try:
+        if sum(end - begin for begin, end in spans) >= _WORTH_BYTES:
+            begins += (begin for begin, end in spans if _register(begin, end - begin) == 0)
+        yield
+    finally:
+        for device in devices:
+            torch.cuda.synchronize(device)
+        for begin in begins:
+            torch.cuda.cudart().cudaHostUnregister(begin)
+
+
+def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Whole pages in which tensors of the host lie that are not pinned already."""
+    found: list[tuple[int, int]] = []
+    for begin, size in sorted(
+        (s.data_ptr(), s.nbytes) for s in sources if s.nbytes and not s.is_cuda and not s.is_pinned()
+    ):
+        begin, end = begin // _PAGE * _PAGE, -(-(begin + size) // _PAGE) * _PAGE
+        if found and begin <= found[-1][1] + _NEAR_BYTES:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _register(begin: int, size: int) -> int:
+    """0, or what is wrong."""
+    status = int(torch.cuda.cudart().cudaHostRegister(begin, size, 0))
+    if status != 0:
+        try:
+            torch.zeros(1, device="cuda")  # torch asks for the last error after every kernel: let it be this one
+        except RuntimeError:
+            pass
+    return status

@@ -1,0 +1,80 @@
+"""On a CUDA device: memory that is pinned while it is copied, or that cannot be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import everstep
+from everstep.capture import pinned
+from everstep.capture.pinned import pin, pinned_for, unpin
+from everstep.events import Degraded, Event
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lives import run_directory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(200),
+]
+
+
+def test_memory_that_cannot_be_pinned_is_told_of_and_training_goes_on() -> None:
+    memory, events = torch.zeros(1 << 20, dtype=torch.uint8), list[Event]()
+    assert pin([memory], events.append)
+    try:
+        assert not pin([memory], events.append)
+        assert [type(event) for event in events] == [Degraded]
+        assert (torch.ones(8, device="cuda") + 1).sum().item() == 16  # torch does not find the error of somebody else
+    finally:
+        unpin([memory])
+
+
+def test_sources_are_pinned_only_while_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_WORTH_BYTES", 0)
+    memory = torch.randint(0, 255, (8 << 20,), dtype=torch.uint8)
+    before = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8).pin_memory()
+    sources = [memory[1000:500_000], memory[6_000_001:7_000_000], before, torch.empty(0)]
+    targets = [torch.empty_like(source, device="cuda") for source in sources]
+    with pinned_for({torch.device("cuda", 0)}, sources):
+        assert all(source.is_pinned() for source in sources[:3])
+        assert not memory[3_000_000:3_100_000].is_pinned()
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    assert [source.is_pinned() for source in sources[:3]] == [False, False, True]
+    assert all(torch.equal(target.cpu(), source) for target, source in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_large_state_comes_back_through_pinned_memory(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    registered: list[int] = []
+    register = pinned._register
+
+    def watched(begin: int, size: int) -> int:
+        registered.append(size)
+        return 1 if refused else register(begin, size)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3))).cuda().to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    with run_directory() as directory:
+        model, optimizer = make()
+        with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
+            for _ in range(2):
+                model(torch.randn(4, 2048, device="cuda")).sum().backward()
+                optimizer.step()
+                run.done()
+        wanted = [p.detach().clone() for p in model.parameters()]
+        moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
+        model, optimizer = make()
+        monkeypatch.setattr(pinned, "_register", watched)
+        with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
+            assert run.resumed_from == 2 and sum(registered) > 100 << 20
+            assert all(map(torch.equal, wanted, model.parameters()))
+            found = [value for state in optimizer.state.values() for value in state.values()]
+            assert all(map(torch.equal, moments, found)) and len(found) == len(moments)
