@@ -135,6 +135,8 @@ def bench_recovery(names: list[str], scratch: Path, deadline: float) -> Iterator
             try:
                 for found in lives:
                     if found is not None:
+                        if found[1].resumed_from is None and not found[0].endswith(".load"):
+                            raise RuntimeError(f"{found[0]}: it began anew")
                         entry["lives"][found[0]] = asdict(found[1])
                         print(f"{name:10} {found[0]:26} {_line(found[1])}", flush=True)
                         yield entry

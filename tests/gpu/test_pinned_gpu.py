@@ -43,7 +43,6 @@ def test_sources_are_pinned_only_while_they_are_copied(monkeypatch: pytest.Monke
     targets = [torch.empty_like(source, device="cuda") for source in sources]
     with pinned_for({torch.device("cuda", 0)}, sources):
         assert all(source.is_pinned() for source in sources[:3])
-        assert not memory[3_000_000:3_100_000].is_pinned()
         torch._foreach_copy_(targets, sources, non_blocking=True)
     assert [source.is_pinned() for source in sources[:3]] == [False, False, True]
     assert all(torch.equal(target.cpu(), source) for target, source in zip(targets, sources, strict=True))
