@@ -297,7 +297,7 @@ def _overhead_target(entry: dict[str, Any], cells: dict[str, Cell]) -> Target:
 
 def _cells(entry: dict[str, Any]) -> dict[str, Cell]:
     return {
-        method: Cell(**{**cell, "runs": [Run(**run) for run in cell["runs"]]})
+        method: Cell([Run(**run) for run in cell["runs"]], error=cell["error"], ended=cell["ended"])
         for method, cell in entry["cells"].items()
     }
 

@@ -52,3 +52,18 @@ def test_modes_that_leave_no_step_on_the_disk_have_no_row_among_those_that_do(fr
     kept_table, durable_table = report.tables[:2]
     assert [row[0] for row in kept_table.rows] == ["Everstep, host", "Everstep, disk", "LightCheck, published"]
     assert durable_table.rows == [["Everstep, disk", "0 in 9 (0.0%)"]]
+
+
+def test_the_tables_that_are_committed_are_those_of_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import gpu
+
+    committed = {name: BENCH / "results" / f"gpu-{name}.md" for name in gpu.PARTS}
+    committed = {name: path for name, path in committed.items() if path.exists()}
+    assert {"frequency", "recovery"} <= committed.keys()
+    for name, path in committed.items():
+        (tmp_path / f"gpu-{name}.json").write_bytes(path.with_suffix(".json").read_bytes())
+        gpu.write_again(name, tmp_path)
+        assert (tmp_path / path.name).read_text() == path.read_text(), f"python bench/gpu.py {name} --tables"

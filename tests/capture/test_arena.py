@@ -17,7 +17,7 @@ from lives import live, must_finish, run_directory, run_of, train_tiny
 from torch import nn
 
 import everstep
-from everstep.capture import arena as arenas
+from everstep.capture import host
 from everstep.capture.arena import Arena
 from everstep.capture.host import SHARED_MEMORY
 from everstep.errors import NotEnoughMemory
@@ -94,7 +94,7 @@ def test_memory_is_taken_at_once_or_refused(
 ) -> None:  # fmt: skip
     """Else the first copy would end the process with a signal."""
     if kernel == "old":
-        monkeypatch.setattr(arenas, "_POPULATE_WRITE", 99)  # which no kernel knows
+        monkeypatch.setattr(host, "_POPULATE_WRITE", 99)  # which no kernel knows
     run = "ab" * 16
     layout = lay_out([], ImageInfo(format=FORMAT, run=run, rank=0, world=1), 2 << 20)
     with pytest.raises(NotEnoughMemory, match="MB are free"):

@@ -21,14 +21,13 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import xxhash
 
-from everstep.capture.host import free_memory, is_memory
+from everstep.capture.host import free_memory, is_memory, populate
 from everstep.errors import Damaged, NotEnoughMemory
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 
@@ -48,10 +47,6 @@ _CHECKS = struct.Struct("<QQ")  # sequence of the seal, number of chunks
 _SUM = struct.Struct("<Q")
 _OWNER_AT, _LIVE_AT, _TAKEN_AT, _SEALS_AT, _SEAL_BYTES = 128, 256, 384, 512, 128
 _MAX_SLOTS = 200  # a descriptor each, and a message carries no more than 253
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
-_PIECE_BYTES = 256 << 20  # that a thread maps at once; there are so many threads:
-_THREADS = 16
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,30 +90,20 @@ def _allocate(files: list[int], size: int, *, in_memory: bool) -> None:
         os.ftruncate(file, size)
     if in_memory:
         buffers = [mmap.mmap(file, size) for file in files]
-        taken = _populate(buffers)
+        problem = populate(_spans(buffers))
         for buffer in buffers:
             buffer.close()
-        if taken:
+        if problem not in (0, errno.EINVAL):  # which is the word of kernels that are too old for that
+            raise OSError(problem, os.strerror(problem))
+        if not problem:
             return
     for file in files:
         os.posix_fallocate(file, 0, size)
 
 
-def _populate(buffers: list[mmap.mmap]) -> bool:
-    """Map every page, by as many threads as there are processors; False if the kernel is too old for that."""
-
-    def touch(buffer: mmap.mmap, at: int) -> int:
-        first = ctypes.c_char.from_buffer(buffer, at)  # mmap.madvise would stop all other threads meanwhile
-        size = min(_PIECE_BYTES, len(buffer) - at)
-        failed = _libc.madvise(ctypes.byref(first), ctypes.c_size_t(size), _POPULATE_WRITE)
-        return ctypes.get_errno() if failed else 0
-
-    pieces = [(buffer, at) for buffer in buffers for at in range(0, len(buffer), _PIECE_BYTES)]
-    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        found = set(pool.map(lambda piece: touch(*piece), pieces)) - {0}
-    if found - {errno.EINVAL}:
-        raise OSError(max(found), os.strerror(max(found)))
-    return not found
+def _spans(buffers: list[mmap.mmap]) -> list[tuple[int, int]]:
+    """Address and size."""
+    return [(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer)) for buffer in buffers]
 
 
 class Arena:
@@ -214,10 +199,7 @@ class Arena:
 
     def populate(self) -> None:
         """Map every page now, for those who will touch them all; whoever only looks need not wait for that."""
-        try:
-            _populate(self.slots)
-        except OSError:
-            return  # they were taken when the arena was made, and are mapped as they are touched
+        populate(_spans(self.slots))  # where the kernel does not, they are mapped as they are touched
 
     def close(self) -> None:
         for buffer in (self.control, *self.slots):

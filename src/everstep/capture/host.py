@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from everstep.errors import BadConfig, NotEnoughMemory
 from everstep.topology import node_name
 
 SHARED_MEMORY = Path("/dev/shm")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
+_PIECE_BYTES = 256 << 20  # that a thread maps at once; there are so many threads:
+_THREADS = 16
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def arena_root(path: str | None, environment: Mapping[str, str] = os.environ) -> Path:
@@ -76,3 +82,17 @@ def choose_place(path: str | None, needed_bytes: int, slots: int) -> Path | None
         return None
     root = open_root(None)
     return root if free_memory(root) >= needed_bytes else None
+
+
+def populate(spans: Sequence[tuple[int, int]]) -> int:
+    """Map all pages of some memory, address and size of each, by all processors: 0, or the error of the kernel."""
+
+    def touch(begin: int, size: int) -> int:  # mmap.madvise would stop all other threads meanwhile
+        failed = _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _POPULATE_WRITE)
+        return ctypes.get_errno() if failed else 0
+
+    pieces = [
+        (begin + at, min(_PIECE_BYTES, size - at)) for begin, size in spans for at in range(0, size, _PIECE_BYTES)
+    ]
+    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return max(pool.map(lambda piece: touch(*piece), pieces), default=0)

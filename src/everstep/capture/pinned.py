@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from everstep.capture.host import populate
 from everstep.events import Degraded, Sink
 
 _WORTH_BYTES = 32 << 20  # less is copied as fast without
@@ -41,8 +42,9 @@ def pinned_for(devices: Collection[torch.device], sources: Iterable[Tensor]) -> 
     spans = _spans(sources) if devices else []
     begins: list[int] = []
     try:
-        if sum(end - begin for begin, end in spans) >= _WORTH_BYTES:
-            begins += (begin for begin, end in spans if _register(begin, end - begin) == 0)
+        if sum(size for _, size in spans) >= _WORTH_BYTES:
+            populate(spans)  # pages that are mapped are pinned three times as fast
+            begins += (begin for begin, size in spans if _register(begin, size) == 0)
         yield
     finally:
         for device in devices:
@@ -52,16 +54,15 @@ def pinned_for(devices: Collection[torch.device], sources: Iterable[Tensor]) -> 
 
 
 def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Whole pages in which tensors of the host lie that are not pinned already."""
+    """Address and size of whole pages in which tensors of the host lie that are not pinned already."""
+    unpinned = sorted((s.data_ptr(), s.nbytes) for s in sources if s.nbytes and not s.is_cuda and not s.is_pinned())
     found: list[tuple[int, int]] = []
-    for begin, size in sorted(
-        (s.data_ptr(), s.nbytes) for s in sources if s.nbytes and not s.is_cuda and not s.is_pinned()
-    ):
-        begin, end = begin // _PAGE * _PAGE, -(-(begin + size) // _PAGE) * _PAGE
-        if found and begin <= found[-1][1] + _NEAR_BYTES:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
+    for address, size in unpinned:
+        begin, end = address // _PAGE * _PAGE, -(-(address + size) // _PAGE) * _PAGE
+        if found and begin <= sum(found[-1]) + _NEAR_BYTES:
+            begin, before = found.pop()
+            end = max(end, begin + before)
+        found.append((begin, end - begin))
     return found
 
 
