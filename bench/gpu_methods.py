@@ -180,6 +180,7 @@ class Everstep(Method):
     def result(self) -> Kept:
         found, recorder, arena = self.found, self.run._keeping.recorder, self.run._capture.arena()
         record_bytes = recorder.record_bytes if recorder is not None else 0
+        heavy = recorder._form.heavy if recorder is not None and recorder._form is not None else None
         if recorder is not None:
             self.run.wait("durable", timeout=RING_S)  # of what the ring still holds
         durable_step = self.run.status()["durable_step"]
@@ -190,7 +191,8 @@ class Everstep(Method):
         found.kept = len(kept)
         written = {event.step: event.bytes for event in events if isinstance(event, Persisted)}
         if recorder is not None:
-            found.bytes_moved = found.bytes_written = record_bytes
+            found.bytes_moved = record_bytes + (heavy[0].arena.slot_bytes if heavy is not None else 0)  # and residuals
+            found.bytes_written = record_bytes
             found.durable = sum(step <= durable_step for step in kept) if isinstance(durable_step, int) else 0
             if any(isinstance(event, Degraded) and event.what == OUTPACED for event in events):
                 found.durable = len(kept & written.keys())  # by bases only

@@ -37,8 +37,6 @@ _RESIDUAL, _BUCKETS, _PASSES = "residual.", "buckets", "passes"
 class Compressor(ABC):
     """Averages flat buffers lossily; `packed` holds what the buffers of this step became, in order."""
 
-    _LARGE: tuple[str, ...] = (_RESIDUAL,)
-
     def __init__(self) -> None:
         self.packed: dict[str, tuple[list[Tensor], dict[str, Tensor]]] = {}
         self.passes = 0  # backward passes of the run that DDP has reduced
@@ -48,6 +46,9 @@ class Compressor(ABC):
         self._holder: dict[int, str] = {}  # which buffer holds a parameter's residual
         self._residuals: dict[str, Tensor] = {}
         self._loose: dict[Owner, Tensor] = {}  # residuals that no buffer holds now
+        self._placed: tuple[list[Owner], dict[str, list[int]], Tensor] | None = (
+            None  # who is where, as it was told last
+        )
 
     @abstractmethod
     def _compress(
@@ -88,7 +89,7 @@ class Compressor(ABC):
 
     def bind(self, names: Mapping[int, str]) -> None:
         """Say the full names of parameters, by their id(); state() and load() need them."""
-        self._names = dict(names)
+        self._names, self._placed = dict(names), None
 
     def lay_out(self, key: str, parameters: Sequence[Tensor]) -> None:
         """Say which parameters' gradients make up the buffer `key`, in order; residuals move to where they belong."""
@@ -129,28 +130,38 @@ class Compressor(ABC):
         return held
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank must not lose, by stable names; residuals are views of the live ones."""
+        """What this rank must not lose, by stable names."""
+        return self.large() | self.small()
+
+    def large(self) -> dict[str, Tensor]:
+        """The part that is about as large as the gradients: views of the live one."""
         held: dict[Owner, Tensor] = dict(self._loose)
         for key, residual in self._residuals.items():
             parameters = self._parameters.get(key)
-            if parameters is None:
-                held[key] = residual
-            else:
-                held.update(zip(map(id, parameters), cut_up(residual, parameters), strict=True))
-        found = {self._name(owner): owner for owner in held}
-        where: dict[Owner, tuple[int, int]] = {
-            owner: (int(key), i) for key, owners in self.settled.items() for i, owner in enumerate(owners)
-        }
-        buckets = torch.tensor([where.get(found[name], (-1, 0)) for name in sorted(found)], dtype=torch.int64)
-        residuals = {_RESIDUAL + name: held[owner] for name, owner in found.items()}
-        return residuals | {_BUCKETS: buckets.view(-1, 2), _PASSES: torch.tensor(self.passes)}
-
-    def large(self) -> dict[str, Tensor]:
-        """The part of the state that is about as large as the gradients."""
-        return {name: value for name, value in self.state().items() if name.startswith(self._LARGE)}
+            pieces = [residual] if parameters is None else cut_up(residual, parameters)
+            held.update(zip(self._owners(key), pieces, strict=True))
+        return {_RESIDUAL + self._name(owner): residual for owner, residual in held.items()}
 
     def small(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self.state().items() if not name.startswith(self._LARGE)}
+        """The rest, which is asked for in every step."""
+        owners = [*self._loose, *(owner for key in self._residuals for owner in self._owners(key))]
+        if self._placed is None or self._placed[:2] != (owners, self.settled):
+            settled = {key: list(found) for key, found in self.settled.items()}
+            self._placed = (owners, settled, self._places(owners))
+        return {_BUCKETS: self._placed[2], _PASSES: torch.tensor(self.passes)}
+
+    def _owners(self, key: str) -> Sequence[Owner]:
+        """Whose residuals a buffer has, in order."""
+        parameters = self._parameters.get(key)
+        return [key] if parameters is None else list(map(id, parameters))
+
+    def _places(self, owners: Sequence[Owner]) -> Tensor:
+        """Which bucket each is reduced in, and where; in the order of their names."""
+        where: dict[Owner, tuple[int, int]] = {
+            owner: (int(key), i) for key, found in self.settled.items() for i, owner in enumerate(found)
+        }
+        places = [where.get(owner, (-1, 0)) for owner in sorted(owners, key=self._name)]
+        return torch.tensor(places, dtype=torch.int64).view(-1, 2)
 
     def holders(self) -> list[dict[Any, Tensor]]:
         """Where the large part lives, for whoever watches whether it was replaced."""

@@ -29,8 +29,6 @@ class PowerSGD(Compressor):
     Packed are `p` and `q` of all matrices, the `rest`, and the `plan` that says where each goes.
     """
 
-    _LARGE = (*Compressor._LARGE, _Q)
-
     def __init__(self, rank: int = 1, start: int = 10) -> None:
         super().__init__()
         if rank < 1 or start < 2:
@@ -135,14 +133,14 @@ class PowerSGD(Compressor):
     def holders(self) -> list[dict[Any, Tensor]]:
         return [*super().holders(), self._qs]
 
-    def state(self) -> dict[str, Tensor]:
+    def large(self) -> dict[str, Tensor]:
+        return super().large() | {_Q + self._name(owner): q for owner, q in self._qs.items()}
+
+    def small(self) -> dict[str, Tensor]:
         random = self._torch.rng.get_state(legacy=False)["state"]
         steps = self._torch.iter + bool(self._seen)
-        return (
-            super().state()
-            | {_Q + self._name(owner): q for owner, q in self._qs.items()}
-            | {_STEPS: torch.tensor(steps), _RANDOM: torch.tensor([*random["key"].tolist(), random["pos"]])}
-        )
+        found = {_STEPS: torch.tensor(steps), _RANDOM: torch.tensor([*random["key"].tolist(), random["pos"]])}
+        return super().small() | found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         super().load(state)
