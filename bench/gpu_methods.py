@@ -181,7 +181,7 @@ class Everstep(Method):
         found, recorder, arena = self.found, self.run._keeping.recorder, self.run._capture.arena()
         record_bytes = recorder.record_bytes if recorder is not None else 0
         heavy = recorder._form.heavy if recorder is not None and recorder._form is not None else None
-        if recorder is not None:
+        if recorder is not None and not self._is_outpaced():
             self.run.wait("durable", timeout=RING_S)  # of what the ring still holds
         durable_step = self.run.status()["durable_step"]
         self.close()
@@ -194,7 +194,7 @@ class Everstep(Method):
             found.bytes_moved = record_bytes + (heavy[0].arena.slot_bytes if heavy is not None else 0)  # and residuals
             found.bytes_written = record_bytes
             found.durable = sum(step <= durable_step for step in kept) if isinstance(durable_step, int) else 0
-            if any(isinstance(event, Degraded) and event.what == OUTPACED for event in events):
+            if self._is_outpaced():
                 found.durable = len(kept & written.keys())  # by bases only
         else:
             found.bytes_moved = arena.slot_bytes if arena is not None else 0
@@ -204,6 +204,10 @@ class Everstep(Method):
         if recorder is not None:
             found.troubles.append(f"at the end of a block up to {self._behind} steps were not on the disk")
         return found
+
+    def _is_outpaced(self) -> bool:
+        """Whether records stay in memory, and only bases become durable."""
+        return any(isinstance(event, Degraded) and event.what == OUTPACED for event in read_events(self.root / "run"))
 
     def close(self) -> None:
         """Without a last base, which takes as long as the disk needs for it, and at once."""
