@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import selectors
+import shutil
 import sys
 import threading
 import time
@@ -14,13 +16,27 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.capture.arena import Arena
+from everstep.capture.host import open_root
 from everstep.events import Degraded, Persisted, Retired, read_events
+from everstep.image import FORMAT, lay_out
+from everstep.keeper import base_writer, flush
+from everstep.keeper.base_writer import BaseWriter
+from everstep.keeper.logbook import Logbook
+from everstep.keeper.protocol import Hello
+from everstep.keeper.replica import Replicas
+from everstep.keeper.roster import Roster
+from everstep.keeper.rounds import Order
 from everstep.store.disk import DiskTier
+from everstep.store.manifest import committed_steps, step_folders
+from everstep.timeline import unmarked
+from everstep.types import ImageInfo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import run_directory
 
 STEPS = 6
+RUN, LIFE = "5" * 32, "1" * 32
 
 
 class Removals:
@@ -123,3 +139,65 @@ def test_what_cannot_be_removed_is_told_of_and_tried_again(removals: Removals) -
         assert "broken" in told[0].reason
         assert sorted(steps(directory, Persisted)) == list(range(1, STEPS + 1))
         assert [path.name for path in directory.glob("step-*") if path.is_dir()] == [f"step-{STEPS:010d}"]
+
+
+def test_a_removal_that_hangs_keeps_no_base_from_the_disk_and_no_trainer_from_its_end(
+    removals: Removals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_writer, "_PATIENCE_S", 0.1)
+    with run_directory() as directory:
+        train(directory, lambda run: None)
+        assert removals.begun == 1 and not removals.free.is_set(), "it was to hang until the end"
+        assert steps(directory, Persisted) == list(range(1, STEPS + 1))
+        told = [event.reason for event in read_events(directory) if isinstance(event, Degraded)]
+        assert told and set(told) == {"removing them takes longer than 0.1 s"}
+
+
+def commit(tier: DiskTier, place: Path, step: int) -> None:
+    """Of one rank of two, the other of which is elsewhere."""
+    place.mkdir()
+    layout = lay_out([], ImageInfo(format=FORMAT, run=RUN, rank=0, world=2), 4096)
+    arena = Arena.create(open_root(str(place)), run=RUN, rank=0, world=2, layout=layout, slots=2)
+    arena.seal(0, step=step, cut_time=1.0, generation=LIFE)
+    assert flush.persist_part(tier, arena, 0, torch_version="") is not None
+    assert flush.commit(tier, step, [0], 2, LIFE)
+    arena.remove()
+
+
+def test_until_the_nodes_of_a_new_life_have_met_nothing_goes_that_another_node_may_need(tmp_path: Path) -> None:
+    """The removal begins late, where the one before it was slow: the trainers may have been restarted meanwhile."""
+    tier, told = DiskTier(tmp_path / "run"), list[object]()
+    for step in (1, 2):  # another node has step 1 only
+        commit(tier, tmp_path / str(step), step)
+    roster, logbook = Roster(), Logbook(tier, told.append)
+    replicas = Replicas(tmp_path, told.append, roster, selectors.DefaultSelector())
+    writer = BaseWriter(tier, roster, logbook, replicas, told.append, lambda: None, unmarked)
+    hello = Hello(
+        rank=0, world=2, local=1, local_ranks=(0,), ranks_here=(0,), pid=1, run=RUN, directory="", generation=LIFE,
+        resumed_from=None, every_steps=1, every_s=None, every_capture=False, lose_steps=None, lose_s=None,
+        keep_last=1, keep_every=None, linger_s=0.0, torch="", secret=b"many nodes",
+    )  # fmt: skip
+    writer._retire(hello)
+    assert committed_steps(tier) == [1, 2]
+    writer.appointed = lambda: Order(complete=1)
+    writer._retire(hello)
+    assert committed_steps(tier) == [1, 2]
+    writer.appointed = lambda: Order(complete=2)
+    writer._retire(hello)
+    assert committed_steps(tier) == [2] and not [event for event in told if isinstance(event, Degraded)]
+
+
+def test_what_is_set_aside_may_have_been_removed_in_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path / "run")
+    for step in (1, 2, 3):
+        commit(tier, tmp_path / str(step), step)
+
+    def before(operation: str) -> None:
+        if operation == "rename step-0000000002":
+            shutil.rmtree(tier.root / "step-0000000002")
+
+    monkeypatch.setattr(DiskTier, "before", staticmethod(before))
+    assert flush.set_aside(tier, 1, RUN, "2" * 32) == [2, 3]
+    assert step_folders(tier) == [1]

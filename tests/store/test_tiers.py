@@ -180,3 +180,14 @@ def test_a_folder_that_somebody_else_deletes_at_the_same_time_is_gone_and_no_fai
     monkeypatch.setattr(shutil, "rmtree", raced)
     tier.delete_folder("folder")
     assert not (tmp_path / "folder").exists()
+
+
+def test_a_link_to_a_directory_in_the_place_of_a_blob_goes_and_the_directory_stays(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "tier")
+    tier.put("one.json", memoryview(b"1"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("somebody's")
+    (tier.root / "two.json").symlink_to(tmp_path / "elsewhere")
+    tier.delete("two.json")
+    assert [path.name for path in tier.root.iterdir()] == ["one.json"]
+    assert (tmp_path / "elsewhere" / "file").exists()

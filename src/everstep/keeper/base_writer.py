@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from everstep.cadence import Every
 from everstep.capture.arena import Arena
@@ -25,6 +24,7 @@ from everstep.timeline import Kind, Mark
 
 _AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
 _AUTO_SHARE = 0.1  # and writing takes at most this share of the time
+_PATIENCE_S = 60.0  # how long a removal is waited for: one that hangs must not keep bases from the disk
 
 
 class BaseWriter:
@@ -40,8 +40,7 @@ class BaseWriter:
         self.took_s = -1.0  # that the last base took; -1: there was none
         self._asked = threading.Event()
         self._retry_at = 0.0
-        self._remover = ThreadPoolExecutor(1, "everstep-remover")
-        self._removal: Future[None] | None = None  # of what the newest base makes needless
+        self._removal: threading.Thread | None = None  # of what the newest base makes needless
         self.failures = 0  # in a row
         self.appointed: Callable[[], Order] | None = None  # where all nodes write the same step, which one
 
@@ -68,7 +67,7 @@ class BaseWriter:
                 self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self.failures)
                 self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error), tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))
-        self._remover.shutdown()
+        self._has_removed()
 
     # -- when
 
@@ -152,9 +151,15 @@ class BaseWriter:
         self._announce()
         with self._logbook.writing:
             self._logbook.rotate()
-        if self._removal is not None:
-            self._removal.result()  # so that a disk that frees slowly does not fill
-        self._removal = self._remover.submit(self._retire, sessions[0].hello)
+        if self._has_removed():  # so that a disk that frees slowly does not fill
+            retire = threading.Thread(
+                target=self._retire, args=(sessions[0].hello,), name="everstep-remover", daemon=True
+            )
+            retire.start()
+            self._removal = retire
+        else:
+            reason = f"removing them takes longer than {_PATIENCE_S:g} s"
+            self._emit(Degraded(what="old checkpoints are still there", reason=reason, tier="disk"))
 
     def _persist(
         self, step: int, sessions: list[Session], arenas: list[Arena | None], slots: list[int | None]
@@ -185,13 +190,23 @@ class BaseWriter:
 
     def _make_room(self, size: int) -> None:
         """What is being removed may be the room that the next base needs."""
-        if self._removal is not None and not self._tier.has_room(size):
-            self._removal.result()
+        if not self._tier.has_room(size):
+            self._has_removed()
+
+    def _has_removed(self) -> bool:
+        """Whether nothing is being removed any more, after some patience."""
+        if self._removal is None:
+            return True
+        self._removal.join(_PATIENCE_S)
+        return not self._removal.is_alive()
 
     def _retire(self, hello: Hello) -> None:
         """Let go what the newest base makes needless, beside the next one: some disks take long to free blocks."""
         try:
-            before = self.appointed().complete if self.appointed is not None else None
+            appointed = self.appointed
+            if appointed is None and hello.secret:
+                return  # a new life's nodes have not met yet: nobody knows what all of them have
+            before = appointed().complete if appointed is not None else None
             keep = Keep(last=hello.keep_last, every=hello.keep_every)
             for gone in flush.retire(self._tier, keep, hello.run, before=before):
                 self._emit(Retired(step=gone, reason="newer checkpoints are committed"))

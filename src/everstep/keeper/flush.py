@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 
 import xxhash
@@ -206,7 +207,8 @@ def set_aside(tier: Tier, after: int | None, run: str, generation: str) -> list[
     gone = disown(tier, after, run, generation)
     for step in step_folders(tier):
         if (after is None or step > after) and (step in gone or step not in newer):
-            tier.rename_folder(step_folder(step), f"rejected-{step:010d}-{time.time_ns():x}")
+            with suppress(FileNotFoundError):  # it was just being removed
+                tier.rename_folder(step_folder(step), f"rejected-{step:010d}-{time.time_ns():x}")
     return gone
 
 

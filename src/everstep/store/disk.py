@@ -286,7 +286,7 @@ class DiskTier:
         with self._failing(f"deleting {name}"):
             self.before(f"delete {name}")
             self._rooted.discard(name)
-            if path.is_dir():  # nobody of ours has made it, and it would be in the way for ever
+            if path.is_dir() and not path.is_symlink():  # nobody of ours has made it, and it would stay in the way
                 shutil.rmtree(path)
             path.unlink(missing_ok=True)
             if path.parent.exists():
