@@ -82,7 +82,7 @@ def watched(pids: Any) -> Iterator[list[int]]:
 
 # -- part: states
 
-ROUNDS_S = 2.0
+ROUNDS_S = 0.8
 WARM_STEPS = 500  # until buffers of all threads have had their size
 
 

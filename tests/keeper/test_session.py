@@ -20,7 +20,7 @@ from everstep.keeper.keeper import Keeper
 from everstep.keeper.lane import HeldBase
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.process import keeper_log
-from everstep.keeper.protocol import AnyMessage, Channel, Hello, Lease, LeaseAnswer, Release
+from everstep.keeper.protocol import AnyMessage, Bye, Channel, Hello, Lease, LeaseAnswer, Release, Trouble
 from everstep.keeper.session import Session, lease_all
 from everstep.store.disk import DiskTier
 from everstep.types import ImageInfo
@@ -196,3 +196,14 @@ def test_the_trainer_says_what_a_keeper_died_of_that_hung_up(
         client.KeeperClient("process", RUN, tmp_path, lambda _: None).open(hello(tmp_path))
     assert ("BadConfig: keepers of several nodes need zmq" in str(found.value)) == bool(words)
     assert (str(keeper_log(tmp_path)) in str(found.value)) == bool(words)
+
+
+def test_what_was_said_before_leaving_is_heard_though_the_other_end_left_without_listening() -> None:
+    """The kernel tells of an end with unread messages before it hands out what that end has said."""
+    ours, theirs = map(Channel, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours.send(Trouble(reason="nobody reads this"))
+    theirs.send(Bye(final=True))
+    theirs.close()
+    assert ours.receive() == (Bye(final=True), [])
+    assert ours.receive() is None
+    ours.close()

@@ -348,8 +348,8 @@ class Channel:
     def receive(self) -> tuple[AnyMessage, list[int]] | None:
         """The next message and its descriptors; None at the end of the conversation."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.connection, _MAX_MESSAGE, _MAX_DESCRIPTORS)
-        except (ConnectionError, TimeoutError, OSError):
+            data, descriptors = self._take()
+        except OSError:
             return None
         if not data:
             return None
@@ -359,6 +359,13 @@ class Channel:
             for descriptor in descriptors:
                 os.close(descriptor)
             return None  # another Everstep, or nobody we know: there is nothing to say to each other
+
+    def _take(self) -> tuple[bytes, list[int]]:
+        """The kernel tells first of an end that left without hearing all; what that one said comes behind it."""
+        try:
+            return socket.recv_fds(self.connection, _MAX_MESSAGE, _MAX_DESCRIPTORS)[:2]
+        except ConnectionResetError:
+            return socket.recv_fds(self.connection, _MAX_MESSAGE, _MAX_DESCRIPTORS)[:2]
 
     def close(self) -> None:
         try:
