@@ -1,7 +1,7 @@
 """What captures do to a step that is bound by its all-reduce: two ranks on one device, DDP over gloo.
 
 The door is bench/gpu.py paced. Blocks with capture off, unpaced and paced take turns in one pair of processes, each of
-which is this file. Unpaced: all copies of a step are queued at once. Paced: as Everstep does it.
+which is this file. Unpaced: copies of others wait behind all that are queued. Paced: as Everstep does it, they pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -69,13 +69,17 @@ class Reducing:
 
 @contextmanager
 def unpaced() -> Iterator[None]:
-    """Nobody waits before a copy is queued."""
-    begin = shape.Lane.begin
-    shape.Lane.begin = lambda self: None  # type: ignore[method-assign]
+    """No copy of others passes those of a capture."""
+    copy = shape.Lane.copy
+
+    def straight(_: shape.Lane, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+    shape.Lane.copy = straight  # type: ignore[method-assign]
     try:
         yield
     finally:
-        shape.Lane.begin = begin  # type: ignore[method-assign]
+        shape.Lane.copy = copy  # type: ignore[method-assign]
 
 
 def reduced_case(name: str) -> tuple[Case, Reducing]:
@@ -195,10 +199,9 @@ def paced_report(report: Report, models: dict[str, Any]) -> None:
             note=f"Two ranks on one device, DDP over gloo, {entry['gradient_bytes'] / MB:.0f} MB of gradients a step; "
             f"every step captured in mode host, {entry['moved_bytes'] / MB:.0f} MB by each rank, {entry['kept']} of "
             f"{entry['of']} kept. {ROUNDS} rounds in which each has {entry['steps']} steps. all-reduce: from the "
-            "launch of the first bucket to the end of the last, the wait for their gradients included. unpaced: all "
-            "copies are queued at once (the bench takes the wait away). paced: as Everstep does it, which bounds the "
-            "copies that are on the link and does not ask whether an all-reduce is under way. "
-            + "; ".join(entry["troubles"]),
+            "launch of the first bucket to the end of the last, the wait for their gradients included. unpaced: "
+            "whoever copies to the host waits behind all that captures have queued. paced: as Everstep does it, behind "
+            "a part of that; it does not ask whether an all-reduce is under way. " + "; ".join(entry["troubles"]),
         )
         off = entry["ways"][OFF]
         for how in WAYS:

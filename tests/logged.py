@@ -55,7 +55,7 @@ def train(
     for x, y in run:
         if run.step == BASE:
             run._keeping.take(run.step, base=True)
-            run._capture.wait_sealed()
+            run._keeping.wait_sealed()
             run._keeper.wait_durable(BASE, None, as_base=True)
         at_step(run)  # the ring is small, and these steps are faster than any disk
         if run.step == END:

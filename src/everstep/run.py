@@ -328,7 +328,7 @@ class Run:
         wanted = Level.named(level)
         if self.step and not self._capture.stepped and self.step not in (self._keeping.last_step, self.resumed_from):
             self._keeping.take(self.step)
-        self._capture.wait_sealed()
+        self._keeping.wait_sealed()
         captured = self._keeping.kept_step
         if wanted is Level.SEALED or captured is None:
             return True
@@ -424,7 +424,7 @@ class Run:
         """The interpreter ends and nobody closed the run: the keeper takes care of what is sealed."""
         if not self._closed:
             self._closed = True
-            self._capture.wait_sealed()
+            self._keeping.wait_sealed()
             self._keeper.close(final=False)
 
     def _leave(self) -> None:
@@ -436,7 +436,7 @@ class Run:
             raise SystemExit(0)
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
         self._keeper.cancel()  # older steps make way for this one, which the keeper brings deeper when we are gone
-        self._capture.wait_sealed()
+        self._keeping.wait_sealed()
         try:
             self._keeper.wait_durable(self.step, None)
         except EverstepError as error:  # whoever sent the signal wants us gone; memory has the step

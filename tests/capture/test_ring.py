@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 import everstep
+from everstep.capture.arena import Arena
+from everstep.capture.life import Life
 from everstep.capture.sheet import Sheet
+from everstep.capture.snapshot import Capture
+from everstep.errors import EverstepError
 from everstep.events import Replayed, read_events
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -73,3 +77,69 @@ def test_when_a_record_cannot_leave_the_device_its_residuals_are_let_go_too_and_
 
     with run_directory() as directory:
         assert must_finish(life)["launched"][:2] == ["log", "values"]
+
+
+BASE = 5
+
+
+def ask_for_a_base(run: everstep.Run) -> None:
+    if run.step and run.step < BASE:
+        run.wait("durable")
+    if run.step == BASE - 1:
+        run._keeping.take_base_at(BASE)
+
+
+def with_a_late_base(directory: Path) -> list[bool]:
+    """Whether records came before the base that they follow, which waits for them."""
+    seal, found, runs = Life.seal, list[bool](), list[everstep.Run]()
+    Sheet.leaves_later = property(lambda sheet: True)  # type: ignore[assignment, method-assign]
+
+    def late(life: Life, arena: Arena, slot: int, *, step: int, cut_time: float) -> None:
+        if arena.kind == "base" and step == BASE:
+            recorder, deadline = runs[-1]._keeping.recorder, time.monotonic() + 10.0
+            assert recorder is not None
+            while (recorder.recorded_step or 0) <= BASE and time.monotonic() < deadline:
+                time.sleep(0.001)
+            found.append((recorder.recorded_step or 0) > BASE)
+        seal(life, arena, slot, step=step, cut_time=cut_time)
+
+    def at_step(run: everstep.Run) -> None:
+        runs.append(run)
+        ask_for_a_base(run)
+
+    Life.seal = late  # type: ignore[method-assign]
+    train_tiny(directory, at_step, strategy="log", steps=8)
+    return found
+
+
+def test_records_do_not_wait_for_a_base_that_is_on_its_way() -> None:
+    with run_directory() as directory:
+        assert must_finish(lambda: {"found": with_a_late_base(directory)})["found"] == [True]
+
+
+def test_a_base_that_cannot_be_copied_is_heard_of_at_the_next_step_of_a_log() -> None:
+    copy = Capture._copy
+
+    def broken(self: Capture, shape: Any, views: Any, step: int) -> None:
+        if step == BASE:
+            raise RuntimeError("the device is gone")
+        copy(self, shape, views, step)
+
+    def life() -> dict[str, Any]:
+        Capture._copy = broken  # type: ignore[method-assign]
+        steps: list[int] = []
+
+        def at_step(run: everstep.Run) -> None:
+            ask_for_a_base(run)
+            steps.append(run.step)
+
+        try:
+            train_tiny(directory, at_step, strategy="log", steps=40)
+        except EverstepError as error:
+            return {"error": str(error), "step": steps[-1]}
+        return {}
+
+    with run_directory() as directory:
+        result = must_finish(life)
+    assert "the device is gone" in result["error"]
+    assert result["step"] <= BASE + 1

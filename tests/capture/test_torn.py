@@ -115,7 +115,7 @@ def test_no_update_overtakes_the_copy_into_spare_device_memory(directory: Path) 
 def test_an_optimizer_per_parameter_is_gated_bucket_by_bucket(
     directory: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep.capture.layout.BUCKET_BYTES", 1 << 20)
+    monkeypatch.setattr("everstep.capture.buckets.BUCKET_BYTES", {"cpu": 1 << 20, "cuda": 1 << 20})
     assert torn(directory, device, optimizers=8) == []
 
 
@@ -155,7 +155,7 @@ def test_without_shadows_a_buffer_runs_ahead_so_the_test_can_fail(
 def test_the_gate_of_one_optimizer_does_not_wait_for_the_buckets_of_another(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everstep.capture.layout.BUCKET_BYTES", 1 << 20)
+    monkeypatch.setattr("everstep.capture.buckets.BUCKET_BYTES", {"cpu": 1 << 20, "cuda": 1 << 20})
     model = Counters(tensors=4, elements=1 << 18)
     made = [AddsOne([value]) for value in model.values]
     run = everstep.guard(model, made, dir=directory, keeper="inline")

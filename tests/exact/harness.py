@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everstep
-from everstep.capture import layout, position, snapshot, steering
+from everstep.capture import buckets, position, snapshot, steering
 from everstep.capture.sharded import local_of, stepping
 from everstep.keeper.client import keeper_pid
 from everstep.tune.controller import Measured
@@ -280,7 +280,7 @@ def _slow_down_copies() -> None:
         original(capture, progress)
         time.sleep(0.002)
 
-    layout.BUCKET_BYTES = 64
+    buckets.BUCKET_BYTES["cpu"] = 64
     snapshot.Capture._advance = advance  # type: ignore[method-assign]
 
 

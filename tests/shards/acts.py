@@ -154,7 +154,7 @@ def play(act: Act, rank: int, run_directory: Path, model: Any, optimizer: Any) -
             run.done()
         optimizer.zero_grad()
         if act.breaks and run.step == 1:  # keepers in threads do not agree on a base by themselves
-            run._capture.wait_sealed()
+            run._keeping.wait_sealed()
             run._keeper.wait_durable(1, None, as_base=True)
     ended = {"step": run.step, "state": laid_out.whole(model, optimizer)}
     if act.breaks:

@@ -6,7 +6,6 @@ import math
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -80,9 +79,8 @@ def images_of(
         data = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         data[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         pieces = {piece.name: piece for piece in layout.pieces}
-        with mock.patch("everstep.capture.layout.BUCKET_BYTES", 48):  # so that shares are copied in several chunks
-            for chunk in (chunk for one in shares for chunk in one.chunks()):
-                view_in(data, chunk, pieces, len(layout.header)).copy_(chunk.source())
+        for chunk in (chunk for one in shares for chunk in one.chunks(48)):
+            view_in(data, chunk, pieces, len(layout.header)).copy_(chunk.source())
         payload = extras.encode({"step": 1}, "state")
         room = len(payload).to_bytes(8, "little") + payload
         data[layout.extras_offset : layout.extras_offset + len(room)] = torch.frombuffer(

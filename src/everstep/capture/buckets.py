@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.capture import layout
 from everstep.capture.layout import Share
+
+# By the kind of device. A bucket of the host is copied before its gate opens, one of a device is only queued by then,
+# and each takes the interpreter from the loop: on one H200 buckets of 8 MB cost BERT-large 4 %.
+BUCKET_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
+PASSING_BYTES = 32 << 20  # that are copied off a device at once: so much may be in front of a copy of the loop itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +37,19 @@ def buckets(shares: Sequence[Share], order: Sequence[int], optimizers: int) -> l
 
     by_device: dict[torch.device, list[Share]] = {}
     for item in sorted((s for s in shares if not s.entry.at_cut and s.bytes), key=turn):
-        by_device.setdefault(item.entry.tensor.device, []).extend(item.chunks())
+        device = item.entry.tensor.device
+        by_device.setdefault(device, []).extend(item.chunks(min(PASSING_BYTES, BUCKET_BYTES[device.type])))
     devices = sorted(by_device, key=lambda device: (device.type != "cpu", str(device)))
-    return [bucket for device in devices for bucket in _packed(by_device[device], optimizers)]
+    return [
+        bucket for device in devices for bucket in _packed(by_device[device], optimizers, BUCKET_BYTES[device.type])
+    ]
 
 
-def _packed(shares: list[Share], optimizers: int) -> Iterator[Bucket]:
+def _packed(shares: list[Share], optimizers: int, most: int) -> Iterator[Bucket]:
     current: list[Share] = []
     size = 0
     for item in shares:
-        if current and size + item.bytes > layout.BUCKET_BYTES:
+        if current and size + item.bytes > most:
             yield _bucket(current, optimizers)
             current, size = [], 0
         current.append(item)

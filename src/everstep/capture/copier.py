@@ -1,4 +1,4 @@
-"""The thread that copies while the training thread goes on.
+"""A thread that copies while the training thread goes on: one for bases, and one for records.
 
 One job at a time, in the order in which they were handed over. What goes wrong in a job is raised in the training
 thread, at its next word with the copier.
@@ -19,10 +19,12 @@ class Copier:
         self._jobs: deque[Callable[[], None]] = deque()
         self._failure: BaseException | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="everstep-copier", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # as soon as there is a job
 
     def submit(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="everstep-copier", daemon=True)
+            self._thread.start()
         with self.changed:
             self._jobs.append(job)
             self.changed.notify_all()
@@ -43,7 +45,8 @@ class Copier:
         with self.changed:
             self._closed = True
             self.changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _work(self) -> None:
         while True:

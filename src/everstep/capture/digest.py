@@ -22,6 +22,7 @@ from everstep.capture.layout import Share
 MODULUS = 1 << 64
 _BLOCK = 1 << 14  # words that share a table of weights; each block scales it by a number of its own
 _ROWS = {"cpu": 16, "cuda": 512}  # blocks at once: they fit a cache, or make a launch worth while
+_MANY = {"cpu": 16, "cuda": 64}  # blocks of one tensor that are worth launches of their own, and are not copied first
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -85,24 +86,29 @@ class _Part(NamedTuple):
 
 
 class _Pile:
-    """Blocks of words of many tensors, multiplied and added up together: a few launches for all of them."""
+    """Blocks of words, multiplied and added up: those of many small tensors together, by a few launches for all."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._blocks = torch.zeros((_ROWS[device.type], _BLOCK), dtype=dtype, device=device)
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
-        self._factors = torch.empty((2, len(self._blocks)), dtype=torch.int64)  # of each row its block, and its name
-        self._rows = 0
+        self._numbers: list[int] = []  # of each row that of its block,
+        self._names: list[int] = []  # and the factor of its name
         self.total = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, words: Tensor, first: int, factor: int) -> None:
         """Each word lies in its row where its index says, so that the table of weights fits every row."""
-        at = 0
+        at, many = 0, _MANY[words.device.type]
         while at < words.numel():
-            if self._rows == len(self._blocks):
+            if len(self._numbers) == len(self._blocks):
                 self.flush()
-            row, (block, column) = self._rows, divmod(first + at, _BLOCK)
+            row, (block, column) = len(self._numbers), divmod(first + at, _BLOCK)
             left = words.numel() - at
+            if not column and left >= many * _BLOCK:
+                rows = min(left // _BLOCK, len(self._blocks))
+                self._add_whole(words[at : at + rows * _BLOCK].view(rows, _BLOCK), block, factor)
+                at += rows * _BLOCK
+                continue
             if column or left < _BLOCK:
                 count, rows = min(left, _BLOCK - column), 1
                 self._targets.append(self._blocks[row, column : column + count])
@@ -112,20 +118,25 @@ class _Pile:
                 count = rows * _BLOCK
                 self._targets.append(self._blocks[row : row + rows])
                 self._sources.append(words[at : at + count].view(rows, _BLOCK))
-            self._rows += rows
-            torch.arange(block, block + rows, out=self._factors[0, row : self._rows])
-            self._factors[1, row : self._rows] = factor
+            self._numbers += range(block, block + rows)
+            self._names += [factor] * rows
             at += count
 
+    def _add_whole(self, blocks: Tensor, first: int, factor: int) -> None:
+        """Blocks of one tensor, where they lie."""
+        sums = (blocks * _table(blocks.device)).sum(1)
+        last = first + len(blocks)
+        self.total += (sums * _numbers_mixed(blocks.device, last.bit_length())[first:last]).sum() * factor
+
     def flush(self) -> None:
-        if self._rows:
+        if self._numbers:
             torch._foreach_copy_(self._targets, self._sources)
-            blocks, (numbers, names) = self._blocks[: self._rows], self._factors[:, : self._rows]
+            blocks = self._blocks[: len(self._numbers)]
             sums = (blocks * _table(blocks.device)).sum(1)
-            factors = _mixed(numbers) * names  # a few kilobytes, which go to a device without a wait
-            self.total += (sums * factors.to(blocks.device, non_blocking=True)).sum()
+            factors = _mixed(torch.tensor(self._numbers)) * torch.tensor(self._names)
+            self.total += (sums * factors.to(blocks.device, non_blocking=True)).sum()  # kilobytes go without a wait
             blocks.zero_()
-            self._targets, self._sources, self._rows = [], [], 0
+            self._targets, self._sources, self._numbers, self._names = [], [], [], []
 
 
 def _sums(parts: Iterable[_Part]) -> list[Tensor]:
@@ -147,6 +158,12 @@ def _sums(parts: Iterable[_Part]) -> list[Tensor]:
 def _table(device: torch.device) -> Tensor:
     """The weights of a block; a constant."""
     return _mixed(torch.arange(-_BLOCK, 0, device=device))
+
+
+@cache
+def _numbers_mixed(device: torch.device, bits: int) -> Tensor:
+    """What the first 2**bits blocks of a tensor scale their table by; a constant."""
+    return _mixed(torch.arange(1 << bits, device=device))
 
 
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

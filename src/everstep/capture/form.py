@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.compressor import Compressor
+from everstep.capture.digest import state_digest
 from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Share, Subjects
 from everstep.capture.life import Life
 from everstep.capture.shape import Shape, group_alike
@@ -99,6 +100,11 @@ class Form:
     digest: list[Tensor]  # and for every slot where the digest of such a state goes
     listing: Listing
     loose: list[Entry]  # state that no optimizer has and no cut copies: nobody should write it
+
+    def take_digest(self, slot: int, shares: list[Share]) -> None:
+        """Of a state that a base of this shape would have."""
+        for target, total in zip(self.digest[slot], state_digest(shares), strict=True):
+            target.copy_(total)
 
     def close(self) -> None:
         self.record.close()

@@ -5,7 +5,7 @@ The road of one record:
     hook      an optimizer is about to step: the gradients that it will see are copied, on its own stream, before it can
               change them: host gradients into the ring, those of a device into spare memory there
     cut       the values that no gradient explains (buffers, the scaler's tensors) follow, and the extras
-    drain     the copier thread: from spare memory into the ring, paced as bases are
+    drain     the copier thread: from spare memory into the ring, as bases leave a device
     seal      the record is whole: it survives the trainer
 
 A record is an image like a base's, in a slot of a ring. The keeper takes records from the ring to a medium, and says
@@ -31,7 +31,7 @@ from everstep.capture import extras as trees
 from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.compression import Compression
 from everstep.capture.copier import Copier
-from everstep.capture.digest import digest, state_digest
+from everstep.capture.digest import digest
 from everstep.capture.form import Form, as_it_is, call_of, fits, make_form, members_of, on_device, scalar_of
 from everstep.capture.hooks import around_step
 from everstep.capture.layout import Subjects
@@ -61,14 +61,14 @@ class Recorder:
     def __init__(
         self,
         subjects: Subjects,
-        copier: Copier,
         life: Life,
         *,
         left: list[Arena],
         resumed_from: int | None,
         compression: Compression | None,
     ) -> None:
-        self._subjects, self._copier, self._life = subjects, copier, life
+        self._subjects, self._life = subjects, life
+        self._copier = Copier()  # not that of bases: the next record waits for the one before, and a base takes long
         self._left = left  # rings and values of an earlier life, until they are taken over or a base takes their place
         self._form: Form | None = None
         self._born, self._waited_s = time.monotonic(), 0.0  # for room in the ring
@@ -90,7 +90,7 @@ class Recorder:
         self.update_s = self._update_s = self._began = 0.0  # that optimizers took in a step; of a device the launching
         for ring in left:
             ring.unseal_after(resumed_from)
-        self._tap = Tap(subjects, copier, life.emit, life.moments) if compression is None else None
+        self._tap = Tap(subjects, self._copier, life.emit, life.moments) if compression is None else None
         self._purity: Purity | None = Purity(subjects)
         self._impure = ""  # why no step can be repeated
         self._handles = [
@@ -265,9 +265,7 @@ class Recorder:
             return self._miss(step, obstacle)
         form.values.take(slot)
         if digested:
-            shares = form.shape.shares_now(self._subjects, self._life.topology)
-            for target, total in zip(form.digest[slot], state_digest(shares), strict=True):
-                target.copy_(total)
+            form.take_digest(slot, form.shape.shares_now(self._subjects, self._life.topology))
         self._slot, cut_time = None, time.time()
         form.record.arena.set_live(step, cut_time)
         early = form.record.mark_cut()
@@ -383,7 +381,7 @@ class Recorder:
 
         Returns the arenas that an earlier life left and that nobody needs once a base is sealed.
         """
-        if self._form is not None and self._form.shape is not shape:
+        if not self.fits(shape):
             self._give_up_form()  # bases of another shape cannot be followed by these records
         if self._form is None and (self._compression is None or self._compression.compressor.packed):
             compressor = self._compression.compressor if self._compression is not None and self._is_packed else None
@@ -404,6 +402,9 @@ class Recorder:
             self._loose = [(e.tensor._version, int(digest(e.name, e.tensor)) | 1) for e in form.loose]
         left, self._left = self._left, []
         return left
+
+    def fits(self, shape: Shape) -> bool:
+        return self._form is None or self._form.shape is shape
 
     def _give_up_form(self) -> None:
         """The next base brings another one; what is in the ring is held until that base is safe."""
@@ -434,9 +435,13 @@ class Recorder:
         self._life.attach(arena)
         return arena
 
+    def wait_sealed(self) -> None:
+        self._copier.wait()
+        self._copier.raise_failure()
+
     def close(self) -> list[Arena]:
         """Returns the rings, which somebody needs until a base is safe."""
-        self._copier.wait()
+        self._copier.close()
         for handle in self._handles:
             handle.remove()
         self._give_up_form()

@@ -8,8 +8,7 @@ Host tensors are copied by hand.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from everstep.capture.arena import Arena
-from everstep.capture.buckets import Bucket, buckets
+from everstep.capture.buckets import PASSING_BYTES, Bucket, buckets
 from everstep.capture.layout import (
     TORCH_DTYPES,
     Entry,
@@ -35,9 +34,7 @@ from everstep.topology import Topology
 from everstep.types import ImageInfo, Piece
 
 _EXTRAS_MARGIN = 64 << 10
-_IN_FLIGHT = 2  # copies of up to a bucket that may be queued on the link
 SMALL_BYTES = 256 << 10  # device tensors below this are gathered
-LEAVING_BYTES = 32 << 20  # copied at once out of spare device memory, which no update waits for
 
 
 @dataclass(slots=True)
@@ -52,26 +49,39 @@ class Views:
 
 @dataclass(slots=True)
 class Lane:
-    """A device's side stream, with the event it starts behind and those of its newest copies."""
+    """A device's side stream, with the event it starts behind.
+
+    All copies are queued at once: to wait for each would take the interpreter from the loop again and again. A copy of
+    the loop itself, such as that of loss.item(), would wait behind all of them, since an engine that copies to the host
+    goes on with a queue as long as it can. So after every few megabytes a word is copied the other way, by another
+    engine: the queue is not ready in the meantime, and others pass.
+    """
 
     stream: torch.cuda.Stream
     cut: torch.cuda.Event
-    copies: deque[torch.cuda.Event]
+    end: torch.cuda.Event
+    turnstile: tuple[Tensor, Tensor]  # on the device, and pinned on the host
 
-    def begin(self) -> None:
-        """Wait (the copier, not the trainer) until few enough copies are queued.
-
-        A copy of the training loop itself, such as that of loss.item(), waits on the link behind whatever is queued.
-        """
-        self.copies[0].synchronize()
-
-    def end(self) -> None:
-        self.copies[0].record(self.stream)
-        self.copies.rotate(-1)
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Queue copies to the host on the current stream, which is that of the lane."""
+        into: list[Tensor] = []
+        out_of: list[Tensor] = []
+        size = 0
+        for target, source in zip(targets, sources, strict=True):
+            into.append(target)
+            out_of.append(source)
+            size += source.nbytes
+            if size >= PASSING_BYTES:
+                into.append(self.turnstile[0])
+                out_of.append(self.turnstile[1])
+                size = 0
+        if into:
+            torch._foreach_copy_(into, out_of, non_blocking=True)
 
     def drain(self) -> None:
-        for event in self.copies:
-            event.synchronize()
+        """Wait (the copier, not the trainer) for all that is queued."""
+        self.end.record(self.stream)
+        self.end.synchronize()
 
 
 @dataclass(slots=True)
@@ -82,11 +92,12 @@ class Run:
     end: int
     memory: Tensor
 
-    def chunks(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Target and source of each copy out of the spare memory."""
-        for at in range(0, self.end - self.begin, LEAVING_BYTES):
-            source = self.memory[at : at + LEAVING_BYTES]
-            yield flat[self.begin + at : self.begin + at + len(source)], source
+    def leave(self, lane: Lane, flat: Tensor, begin: int, end: int) -> None:
+        """Copy what lies between two places of the image out of the spare memory."""
+        low, high = max(begin, self.begin), min(end, self.end)
+        if low < high:
+            source = self.memory[low - self.begin : high - self.begin]
+            lane.copy(flat[low:high].split(PASSING_BYTES), source.split(PASSING_BYTES))
 
 
 @dataclass(slots=True)
@@ -204,8 +215,13 @@ def device_of(bucket: Bucket) -> torch.device:
 
 
 def make_lane(device: torch.device) -> Lane:
-    copies = deque(torch.cuda.Event(blocking=True) for _ in range(_IN_FLIGHT))
-    return Lane(torch.cuda.Stream(device), torch.cuda.Event(blocking=True), copies)
+    word = torch.zeros(1, dtype=torch.int32)
+    return Lane(
+        stream=torch.cuda.Stream(device),
+        cut=torch.cuda.Event(blocking=True),
+        end=torch.cuda.Event(blocking=True),
+        turnstile=(word.to(device), word.pin_memory()),
+    )
 
 
 def _gates(groups: list[Bucket]) -> dict[int, list[int]]:

@@ -1,7 +1,7 @@
 """An image that is filled piece by piece, on the stream of whoever has the piece, and then drained into a slot.
 
 Host pieces go straight into the slot. Pieces of a device go into spare memory there, which costs the training thread
-no more than a copy inside the device, and leave it by the copier thread, paced as bases are. Spare memory is free for
+no more than a copy inside the device, and leave it by the copier thread, as bases do. Spare memory is free for
 the next image once the one before has left it: `await_drain`.
 """
 
@@ -20,7 +20,7 @@ from everstep.capture.arena import Arena
 from everstep.capture.copier import Copier
 from everstep.capture.layout import Share
 from everstep.capture.pinned import unpin
-from everstep.capture.shape import LEAVING_BYTES, Lane, Run, make_lane, make_runs, place_in, view_in
+from everstep.capture.shape import Lane, Run, make_lane, make_runs, place_in, view_in
 from everstep.image import ImageLayout, lay_out
 from everstep.types import ImageInfo, Piece
 
@@ -119,12 +119,7 @@ class Sheet:
                 lane.stream.wait_event(ready)
             for run in self.runs[device]:
                 for begin, end in spans:
-                    low, high = max(begin, run.begin), min(end, run.end)
-                    for at in range(low, high, LEAVING_BYTES):
-                        until = min(high, at + LEAVING_BYTES)
-                        lane.begin()
-                        flat[at:until].copy_(run.memory[at - run.begin : until - run.begin], non_blocking=True)
-                        lane.end()
+                    run.leave(lane, flat, begin, end)
 
     def launch(self, slot: int, early: list[tuple[int, int]], copier: Copier) -> float:
         """The copier thread: everything towards the slot that has not left early. Returns when that began."""

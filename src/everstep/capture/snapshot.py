@@ -56,7 +56,6 @@ class Capture:
     def __init__(
         self,
         subjects: Subjects,
-        copier: Copier,
         life: Life,
         *,
         left: list[Arena],
@@ -71,7 +70,8 @@ class Capture:
         self._shape: Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self._stepped, self._unseen = False, Unseen(subjects)
-        self._copier, self._lock = copier, copier.changed
+        self._copier = Copier()
+        self._lock = self._copier.changed
         self._leased: set[int] = leased
         self._progress = 1 << 30  # buckets of the current job whose copies are launched (device) or done (host)
         self._reshape = False
@@ -137,7 +137,7 @@ class Capture:
 
     def cut(self, step: int, extras: bytes) -> None:
         """The state is consistent now: begin to copy it."""
-        self._copier.raise_failure()
+        self.raise_failure()
         begin = time.perf_counter()
         self._await_base()
         shape = self._shape
@@ -192,6 +192,10 @@ class Capture:
 
     def wait_sealed(self) -> None:
         self._copier.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """What went wrong with the last base, if anything did."""
         self._copier.raise_failure()
 
     def lease(self, step: int) -> int | None:
@@ -216,7 +220,7 @@ class Capture:
         return [*self._left, *([self._arena] if self._arena is not None else [])]
 
     def close(self) -> None:
-        self._copier.wait()
+        self._copier.close()
         for handle in self._handles:
             handle.remove()
         if self._shape is not None and self._shape.lanes:
@@ -377,10 +381,9 @@ class Capture:
                 lane, event = shape.lanes.get(sources[0].device), shape.events[index]
                 gathered = shape.gathered.get(index)
                 if lane is not None and gathered is None:
-                    lane.begin()
-                torch._foreach_copy_(gathered or views.buckets[index], sources, non_blocking=True)
-                if lane is not None and gathered is None:
-                    lane.end()
+                    lane.copy(views.buckets[index], sources)
+                else:
+                    torch._foreach_copy_(gathered or views.buckets[index], sources)
                 if lane is not None and event is not None:
                     event.record(lane.stream)
                 self._advance(index + 1)
@@ -388,10 +391,8 @@ class Capture:
                     before, began = began, time.monotonic()
                     self._moments.mark(Kind.BUCKET, step, before, began, index)
             for device, runs in shape.runs.items():
-                for target, source in (pair for run in runs for pair in run.chunks(views.flat)):
-                    shape.lanes[device].begin()
-                    target.copy_(source, non_blocking=True)
-                    shape.lanes[device].end()
+                for run in runs:
+                    run.leave(shape.lanes[device], views.flat, run.begin, run.end)
         if views.shadows:
             torch._foreach_copy_(views.shadows, [shadow for shadow in shape.shadows if not shadow.is_cuda])
         for lane in shape.lanes.values():

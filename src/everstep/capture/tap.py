@@ -2,7 +2,7 @@
 
 DDP reduces buckets while backward still computes. The tap is its communication hook: it reduces as DDP would, and when
 a bucket is there, copies this rank's rows of it into the record, in the order of communication; those of a device
-leave it at once, paced as all copies are. What the optimizer sees is usually what DDP averaged. Where the loop changes
+leave it at once. What the optimizer sees is usually what DDP averaged. Where the loop changes
 it in between (clipping, unscaling) the tap is of no use and is left alone: gradients are taken in front of step() then.
 Which of the two holds is found out by looking, at the bits in the first steps and now and then, by signs in between.
 """

@@ -12,7 +12,6 @@ from typing import Any
 from everstep.capture import extras as trees
 from everstep.capture.arena import Arena
 from everstep.capture.compression import Compression
-from everstep.capture.copier import Copier
 from everstep.capture.gradients import Recorder
 from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
@@ -45,11 +44,9 @@ class Keeping:
         """`tree`: all that is not a tensor, as of now. `left`, `rings`: what an earlier life has left in memory."""
         self._subjects, self._life, self._keeper, self._tree = subjects, life, keeper, tree
         self._is_restored = resumed_base is not None
-        self._copier = Copier()
         self.capture = Capture(
-            subjects, self._copier, life, left=left, resumed_from=resumed_from, resumed_base=resumed_base,
-            leased=set(keeper.leased),
-        )  # fmt: skip
+            subjects, life, left=left, resumed_from=resumed_from, resumed_base=resumed_base, leased=set(keeper.leased)
+        )
         self._steering = Steering(
             subjects, self.capture, life, had_log=resumed_base not in (None, resumed_from), is_followed=is_followed
         )
@@ -75,9 +72,7 @@ class Keeping:
         return None
 
     def _make_recorder(self, rings: list[Arena], since: int | None) -> Recorder:
-        return Recorder(
-            self._subjects, self._copier, self._life, left=rings, resumed_from=since, compression=self.compression
-        )
+        return Recorder(self._subjects, self._life, left=rings, resumed_from=since, compression=self.compression)
 
     def listen(self, signals: Signals) -> None:
         """Be ready for what the keeper says."""
@@ -123,6 +118,7 @@ class Keeping:
         if self.recorder is None:
             self.capture.cut(step, trees.encode(tree, "state"))
             return
+        self.capture.raise_failure()
         if (self.capture.sealed_step or -1) < self.recorder.whole_since:
             self.capture.wait_sealed()  # records that follow a base are worth nothing before it is sealed
         if self.recorder.cut_step != step:  # the last step is taken once more when a run ends
@@ -161,6 +157,8 @@ class Keeping:
     def _prepare(self, recorder: Recorder) -> None:
         """A base was taken: the next steps can be recorded."""
         assert self.capture.shape is not None
+        if not recorder.fits(self.capture.shape):
+            self.capture.wait_sealed()  # the step before has neither: its base was skipped, being of another shape
         self.capture.leave_behind(recorder.prepare(self.capture.shape))
 
     def _turn(self, step: int) -> bool:
@@ -187,6 +185,12 @@ class Keeping:
         recorded = self.recorder.recorded_step if self.recorder is not None else None
         return max((s for s in (self.capture.sealed_step, recorded) if s is not None), default=None)
 
+    def wait_sealed(self) -> None:
+        """Until every step that was taken survives this process."""
+        self.capture.wait_sealed()
+        if self.recorder is not None:
+            self.recorder.wait_sealed()
+
     def status(self) -> dict[str, object]:
         arena = self.capture.arena()
         return {
@@ -201,7 +205,7 @@ class Keeping:
 
     def take_last(self, step: int) -> None:
         self.take(step, base=True)
-        self.capture.wait_sealed()
+        self.wait_sealed()
         self.has_last = True
 
     def bring_down(self, step: int, why_hopeless: Callable[[], str] | None) -> None:
@@ -227,5 +231,4 @@ class Keeping:
         if self.compression is not None:
             self.compression.close()
         self.capture.close()
-        self._copier.close()
         return rings
