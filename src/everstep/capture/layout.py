@@ -130,8 +130,15 @@ def shaped(elements: Tensor, piece: Piece) -> Tensor:
 def plain_name(name: str) -> str:
     """A parameter's name without the prefixes that DDP, compile and activation checkpointing put in."""
     for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper).replace("." + wrapper, ".")
+        if wrapper in name:
+            name = name.removeprefix(wrapper).replace("." + wrapper, ".")
     return name
+
+
+def type_name(optimizer: torch.optim.Optimizer) -> str:
+    """What kind of optimizer steps."""
+    kind = type(stepping(optimizer))
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -213,7 +220,7 @@ class Subjects:
         names = self.names()
         return tuple(
             OptimizerInfo(
-                type=f"{type(stepping(optimizer)).__module__}.{type(stepping(optimizer)).__qualname__}",
+                type=type_name(optimizer),
                 groups=tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups),
             )
             for optimizer in self.optimizers

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everstep.capture.extras import decode
-from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost, optimizer_name, shaped
+from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost, optimizer_name, shaped, type_name
 from everstep.capture.pinned import pinned_for
 from everstep.capture.sharded import box_of, local_of, stepping
 from everstep.errors import Damaged, Mismatch
@@ -241,10 +241,10 @@ def _restore_beside(checkpoint: Checkpoint, subjects: Subjects) -> None:
 
 def _same_optimizers(checkpoint: Checkpoint, subjects: Subjects) -> Iterator[tuple[str, int, torch.optim.Optimizer]]:
     """Those that were of the same kind when the checkpoint was taken: prefix of their names, index, optimizer."""
-    before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
+    before = checkpoint.info.optimizers
     for index, optimizer in enumerate(subjects.optimizers):
-        if index < len(before) and before[index].type == after[index].type:
-            yield optimizer_name(index, len(after)), index, optimizer
+        if index < len(before) and before[index].type == type_name(optimizer):
+            yield optimizer_name(index, len(subjects.optimizers)), index, optimizer
 
 
 def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects) -> None:
