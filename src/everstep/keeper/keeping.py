@@ -168,6 +168,7 @@ class Keeping:
             return False
         self.take(step, base=True)
         if self.recorder is not None:
+            self.recorder.wait_sealed()  # nobody asks it again what went wrong
             self.capture.leave_behind(self.recorder.close())
             keeper.detach_rings()
             self.recorder = None
@@ -187,9 +188,11 @@ class Keeping:
 
     def wait_sealed(self) -> None:
         """Until every step that was taken survives this process."""
-        self.capture.wait_sealed()
-        if self.recorder is not None:
-            self.recorder.wait_sealed()
+        try:
+            self.capture.wait_sealed()
+        finally:  # a base that failed takes no record with it
+            if self.recorder is not None:
+                self.recorder.wait_sealed()
 
     def status(self) -> dict[str, object]:
         arena = self.capture.arena()
