@@ -424,8 +424,10 @@ class Run:
         """The interpreter ends and nobody closed the run: the keeper takes care of what is sealed."""
         if not self._closed:
             self._closed = True
-            self._keeping.wait_sealed()
-            self._keeper.close(final=False)
+            try:
+                self._keeping.wait_sealed()
+            finally:
+                self._keeper.close(final=False)
 
     def _leave(self) -> None:
         number = self._signals.leave()

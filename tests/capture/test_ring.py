@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import everstep
 from everstep.capture.arena import Arena
+from everstep.capture.copier import Copier
 from everstep.capture.life import Life
 from everstep.capture.sheet import Sheet
 from everstep.capture.snapshot import Capture
@@ -20,7 +22,7 @@ from everstep.errors import EverstepError
 from everstep.events import Replayed, read_events
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import live, must_finish, run_directory, train_tiny
+from lives import live, must_finish, run_directory, train_tiny, turn_every
 
 
 def slowly(directory: Path, **options: Any) -> dict[str, Any]:
@@ -143,3 +145,80 @@ def test_a_base_that_cannot_be_copied_is_heard_of_at_the_next_step_of_a_log() ->
         result = must_finish(life)
     assert "the device is gone" in result["error"]
     assert result["step"] <= BASE + 1
+
+
+def test_a_base_that_cannot_be_copied_takes_no_record_with_it_when_the_interpreter_ends() -> None:
+    copy, seal = Capture._copy, Life.seal
+
+    def broken(self: Capture, shape: Any, views: Any, step: int) -> None:
+        if step == BASE:
+            raise RuntimeError("the device is gone")
+        copy(self, shape, views, step)
+
+    def late(life: Life, arena: Arena, slot: int, *, step: int, cut_time: float) -> None:
+        if arena.kind == "log" and step == BASE:
+            time.sleep(0.3)
+        seal(life, arena, slot, step=step, cut_time=cut_time)
+
+    def end(run: everstep.Run) -> None:
+        ask_for_a_base(run)
+        if run.step == BASE:
+            with pytest.raises(EverstepError, match="the device is gone"):
+                run._at_exit()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def life() -> dict[str, Any]:
+        Sheet.leaves_later = property(lambda sheet: True)  # type: ignore[assignment, method-assign]
+        Capture._copy, Life.seal = broken, late  # type: ignore[method-assign]
+        return train_tiny(directory, end, strategy="log", steps=8)
+
+    with run_directory() as directory:
+        assert live(life).killed
+        assert must_finish(lambda: train_tiny(directory, strategy="log", steps=8))["resumed_from"] == BASE
+
+
+def test_a_record_that_fails_where_a_run_turns_to_bases_is_heard_of() -> None:
+    """Its recorder is closed in the same step, and nobody asks it again."""
+    seal, turn, failed = Life.seal, 8, list[int]()
+
+    def broken(life: Life, arena: Arena, slot: int, *, step: int, cut_time: float) -> None:
+        if arena.kind == "log" and step == turn:
+            failed.append(step)
+            raise RuntimeError("the link is gone")
+        seal(life, arena, slot, step=step, cut_time=cut_time)
+
+    def life() -> dict[str, Any]:
+        Sheet.leaves_later = property(lambda sheet: True)  # type: ignore[assignment, method-assign]
+        Life.seal = broken  # type: ignore[method-assign]
+        turn_every(turn // 2)
+        with pytest.raises(EverstepError, match="the link is gone"):
+            train_tiny(directory, lambda run: bool(run.step) and run.wait(), strategy="auto", steps=20)
+        return {"failed": failed}
+
+    with run_directory() as directory:
+        assert must_finish(life)["failed"] == [turn]
+
+
+def test_several_threads_that_hand_over_a_first_job_have_one_thread_copy() -> None:
+    """As those do that reduce gradients of a device: what ran twice, or beside another, would copy the wrong bytes."""
+    copier, together, made = Copier(), threading.Barrier(4), threading.Thread.__init__
+    ran: list[tuple[int, str]] = []
+
+    def slowly_made(thread: threading.Thread, *arguments: Any, **options: Any) -> None:
+        time.sleep(0.05)
+        made(thread, *arguments, **options)
+
+    def hand_over(number: int) -> None:
+        together.wait()
+        copier.submit(lambda: ran.append((number, str(threading.get_ident()))))
+
+    threads = [threading.Thread(target=hand_over, args=(number,)) for number in range(4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "__init__", slowly_made)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    copier.close()
+    assert sorted(number for number, _ in ran) == [0, 1, 2, 3]
+    assert len({who for _, who in ran}) == 1

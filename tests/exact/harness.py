@@ -28,20 +28,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import everstep
-from everstep.capture import buckets, position, snapshot, steering
+from everstep.capture import buckets, position, snapshot
 from everstep.capture.sharded import local_of, stepping
 from everstep.keeper.client import keeper_pid
-from everstep.tune.controller import Measured
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lives import Countdown, MeetingPlace, way_to
+from lives import Countdown, MeetingPlace, turn_every, way_to
 
 SEED = 7
 PLACES = ("asked", "given", "forward", "backward", "step")
@@ -230,7 +228,7 @@ def live(life: Life) -> None:
         if life.operation is not None:
             Countdown(life.operation).install()
         if life.turn_every:
-            _turn_every(life.turn_every)
+            turn_every(life.turn_every)
         if life.world > 1:
             os.environ |= {"RANK": str(life.rank), "WORLD_SIZE": str(life.world), "LOCAL_RANK": str(life.rank)}
             os.environ |= way_to(life.port)
@@ -257,19 +255,6 @@ def _die_when_asked(trial: Trial) -> None:
         return original(feed)
 
     position.Feed.next_batch = next_batch  # type: ignore[method-assign]
-
-
-def _turn_every(steps: int) -> None:
-    """Make up costs for strategy="auto": whatever the run does is dear, and the other way is cheap."""
-    read = steering.Steering._read
-
-    def made_up(self: steering.Steering, recorder: Any, *rest: Any) -> Measured:
-        seen = read(self, recorder, *rest)
-        base_stall_s = 0.05 if recorder is None else 0.0
-        return msgspec.structs.replace(seen, step_s=0.1, base_stall_s=base_stall_s, record_stall_s=0.0)
-
-    steering.WINDOW = steps
-    steering.Steering._read = made_up  # type: ignore[method-assign]
 
 
 def _slow_down_copies() -> None:

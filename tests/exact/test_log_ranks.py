@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import SEED, Stage, differing
+from harness import SEED, Kill, Stage, differing
 
 Make = Callable[..., Stage]
 FEATURE = "sgd_with_momentum"
@@ -50,3 +50,13 @@ def test_what_one_rank_has_committed_stays_whole_while_the_other_ends(stage: Mak
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_dies_before_every_third_operation(rank: int, reboot: bool, stage: Make) -> None:
     walk(stage, range(rank, 130, 3), rank, reboot=reboot)
+
+
+def test_a_rank_whose_ring_stays_full_takes_no_bases_that_the_other_has_not(stage: Make) -> None:
+    """They would take the place of the last that both have. What all ranks are asked for is three steps apart."""
+    again = stage(FEATURE, "process", strategy="log")
+    again.module = "full_ring"
+    codes = again.live_once(world=2, kill=Kill(11, "backward", rank=1))
+    assert codes[1] == -9, again.errors()
+    assert again.live_once(world=2, seed=SEED + 1) == [0, 0], again.errors()
+    assert again.read("began")["resumed_from"] >= 11 - 3

@@ -22,10 +22,10 @@ class Copier:
         self._thread: threading.Thread | None = None  # as soon as there is a job
 
     def submit(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="everstep-copier", daemon=True)
-            self._thread.start()
-        with self.changed:
+        with self.changed:  # gradients leave a device from whatever threads reduce them, and one thread is to copy
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="everstep-copier", daemon=True)
+                self._thread.start()
             self._jobs.append(job)
             self.changed.notify_all()
 

@@ -38,7 +38,7 @@ from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
 from everstep.capture.pinned import pin
 from everstep.capture.purity import Purity
-from everstep.capture.room import Room
+from everstep.capture.room import FULL, Room
 from everstep.capture.shape import Shape
 from everstep.capture.stepped import gradients_of
 from everstep.capture.tap import Tap
@@ -84,6 +84,7 @@ class Recorder:
         self._loose: list[tuple[int, int]] = []  # of the rest: how often each was written, and its digest at first
         self._looked = 0  # records whose gradients were compared with their packed form
         self.whole_since = resumed_from if resumed_from is not None else -1
+        self.ended_full = False  # the chain did, for want of room that other ranks may have
         self.recorded_step: int | None = resumed_from  # sealed
         self.cut_step = -1  # the newest that was asked for
         self.stall_s = self.copy_s = 0.0  # that all records have cost the loop; that the newest took to leave a device
@@ -148,7 +149,7 @@ class Recorder:
             self._open_slot(form)
             if self._slot is None:
                 self._room.was_full()
-                return "the ring is full: the keeper does not write records as fast as they come"
+                return FULL
         if not self._calls:
             form.record.await_drain(self._copier)
         return self._take_packed(form) if not self._calls and form.fields else ""
@@ -340,7 +341,7 @@ class Recorder:
         return self._form is not None and self._room.needs_base(self._form.record.arena, newest)
 
     def _miss(self, step: int, reason: str) -> bool:
-        self.whole_since = step
+        self.whole_since, self.ended_full = step, reason == FULL
         if reason != self._told:
             self._told = reason
             self._life.emit(ChainEnded(rank=self._life.topology.rank, step=step, reason=reason))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from everstep.capture.arena import Arena
 from everstep.capture.life import Life
 
+FULL = "the ring is full: the keeper does not write records as fast as they come"
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
 LARGE_BYTES = 16 << 20  # of a record for which a disk may be too slow
 _LARGE_SLOTS = 12  # for such, if a quarter of the free memory has room for them

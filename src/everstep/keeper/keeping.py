@@ -112,7 +112,7 @@ class Keeping:
         """
         base |= self.last_step is None and self._life.topology.has_many_nodes
         base |= step in self._base_steps
-        self._base_steps = {one for one in self._base_steps if one > step}
+        self._base_steps.difference_update([one for one in list(self._base_steps) if one <= step])
         self.last_step, self._last_at = step, time.monotonic()
         tree = self._tree()
         if self.recorder is None:
@@ -123,8 +123,12 @@ class Keeping:
             self.capture.wait_sealed()  # records that follow a base are worth nothing before it is sealed
         if self.recorder.cut_step != step:  # the last step is taken once more when a run ends
             self.recorder.cut(step, tree)
-        is_base_due = step - self.capture.base_step >= self._steering.steps_per_base
-        if base or self.capture.base_step < self.recorder.whole_since or is_base_due:
+        base |= step - self.capture.base_step >= self._steering.steps_per_base
+        has_ended = self.capture.base_step < self.recorder.whole_since
+        if has_ended and not base and self.recorder.ended_full and self._life.topology.world > 1:
+            if not self._base_steps:  # one of this rank alone would only take the place of one that all have
+                self._ask_for_base(step)
+        elif base or has_ended:
             self.capture.cut(step, trees.encode(tree, "state"))
             self._prepare(self.recorder)
         if self.recorder.needs_base(max(self._base_steps, default=self.capture.base_step)):
@@ -140,7 +144,7 @@ class Keeping:
 
     def take_base_at(self, step: int) -> None:
         """All ranks take a base at a step that none of them can have passed."""
-        self._base_steps = self._base_steps | {step}
+        self._base_steps.add(step)  # the keeper says so while the training thread looks at it
 
     def take_again(self, step: int) -> None:
         """What this life begins with, as a base of its own, if it is not safe yet. No step was done: it has no record.
@@ -168,6 +172,7 @@ class Keeping:
             return False
         self.take(step, base=True)
         if self.recorder is not None:
+            self.recorder.wait_sealed()  # nobody asks it again what went wrong
             self.capture.leave_behind(self.recorder.close())
             keeper.detach_rings()
             self.recorder = None
@@ -187,9 +192,11 @@ class Keeping:
 
     def wait_sealed(self) -> None:
         """Until every step that was taken survives this process."""
-        self.capture.wait_sealed()
-        if self.recorder is not None:
-            self.recorder.wait_sealed()
+        try:
+            self.capture.wait_sealed()
+        finally:  # a base that failed takes no record with it
+            if self.recorder is not None:
+                self.recorder.wait_sealed()
 
     def status(self) -> dict[str, object]:
         arena = self.capture.arena()
