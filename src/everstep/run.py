@@ -438,8 +438,8 @@ class Run:
             raise SystemExit(0)
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
         self._keeper.cancel()  # older steps make way for this one, which the keeper brings deeper when we are gone
-        self._keeping.wait_sealed()
         try:
+            self._keeping.wait_sealed()
             self._keeper.wait_durable(self.step, None)
         except EverstepError as error:  # whoever sent the signal wants us gone; memory has the step
             self._emit(Degraded(what="left before the last step was durable", reason=str(error)))
@@ -447,6 +447,4 @@ class Run:
         finally:
             atexit.unregister(self._at_exit)
             self._release(final=False)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -32,6 +32,7 @@ from everstep import Disk, Memory, topology
 from everstep.capture import host, life
 from everstep.capture.arena import Arena, find_arenas
 from everstep.capture.host import arena_root
+from everstep.capture.snapshot import Capture
 from everstep.cli import app
 from everstep.errors import EverstepError, Mismatch, NotEnoughMemory, RunHeld, Unstorable
 from everstep.events import ArenaMade, Degraded, Event, KeeperEnded, Rejected, Scavenged, Started
@@ -493,6 +494,26 @@ def test_a_signal_on_a_full_disk_still_ends_the_run_with_its_code() -> None:
         assert outcome.code == 143, outcome
         result = must_finish(lambda: train_tiny(directory, tiers=SELDOM))
         assert result["resumed_from"] == 4 and result["digest"] == undisturbed()
+
+
+def test_a_signal_after_a_step_that_cannot_be_copied_still_ends_the_run_with_its_code() -> None:
+    copy = Capture._copy
+
+    def broken(self: Capture, shape: Any, views: Any, step: int) -> None:
+        if step == 4:
+            raise RuntimeError("the device is gone")
+        copy(self, shape, views, step)
+
+    def life() -> dict[str, Any]:
+        Capture._copy = broken  # type: ignore[method-assign]
+        return train_tiny(directory, at(3, lambda run: os.kill(os.getpid(), signal.SIGTERM)), tiers=SELDOM)
+
+    with run_directory() as directory:
+        outcome = live(life)
+        assert outcome.code == 143, outcome
+        assert any("the device is gone" in event.reason for event in told(directory, Degraded))
+        result = must_finish(lambda: train_tiny(directory, tiers=SELDOM))
+        assert result["resumed_from"] == 3 and result["digest"] == undisturbed()
 
 
 def test_a_trainer_that_hangs_leaves_within_the_grace_and_loses_nothing_that_was_sealed() -> None:
