@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from everstep.capture.digest import number, state_digest
+from everstep.capture.digest import StateDigest, number
 from everstep.capture.extras import decode, encode
 from everstep.capture.layout import Subjects, share
 from everstep.capture.update import Call, Consumed, is_elementwise, is_sliceable, rebuild, why_not
@@ -121,7 +121,7 @@ class Training:
         return Consumed(step=number_, calls=calls, gradient=rows, digest=self.digest() if number_ % 3 == 0 else None)
 
     def digest(self) -> tuple[int, int]:
-        common, private = state_digest(share(self.subjects.listing().entries, 0, 1))
+        common, private = StateDigest(share(self.subjects.listing().entries, 0, 1)).take()
         return number(common), number(private)
 
     def bits(self) -> dict[str, bytes]:

@@ -37,7 +37,7 @@ class Compression:
             if has_hook(model):
                 raise BadConfig("compress= needs the communication hook of DDP, and one is registered already")
             model.register_comm_hook(None, communication_hook(compressor, model.process_group))
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, tuple[Tensor, list[Tensor]]] = {}  # flat, and a piece for each parameter
         self._kinds: dict[int, dict[Any, list[Tensor]]] = {}
         self._handles: list[RemovableHandle] = []
         for i, optimizer in enumerate(subjects.optimizers):
@@ -58,14 +58,17 @@ class Compression:
                 self.skipped = "a parameter has no gradient, so none of this step were compressed"
                 return
             key = f"{index}.{number}"
-            flat = self._buffers.get(key)
-            if flat is None:
-                self.compressor.lay_out(key, parameters)
-                flat = self._buffers[key] = torch.empty(sum(p.numel() for p in parameters)).to(gradients[0])
-            pieces = [piece.view(g.shape) for piece, g in zip(cut_up(flat, parameters), gradients, strict=True)]
+            if key not in self._buffers:
+                self._buffers[key] = self._make_buffer(key, parameters, gradients[0])
+            flat, pieces = self._buffers[key]
             torch._foreach_copy_(pieces, gradients)
             self.compressor.packed[key] = (parameters, self.compressor.reduce(flat, key, None))
             torch._foreach_copy_(gradients, pieces)
+
+    def _make_buffer(self, key: str, parameters: list[Tensor], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+        self.compressor.lay_out(key, parameters)
+        flat = torch.empty(sum(p.numel() for p in parameters)).to(like)
+        return flat, [piece.view(p.shape) for piece, p in zip(cut_up(flat, parameters), parameters, strict=True)]
 
     @torch.no_grad()
     def changed(self, *, look: bool) -> bool:

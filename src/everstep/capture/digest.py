@@ -4,12 +4,15 @@ The digest of a tensor is the sum over its words of bits * weight(index), times 
 2**64. Sums add up: the digests of rows, slabs and ranks give that of the whole, in any order, on any device. Weights
 are odd, so that a change in one word always shows; they differ, so that changes in two words do not cancel.
 
-Nothing here waits for a device: whoever wants the number converts it. Modulo 2**64 is what int64 does by itself.
+What is multiplied with what depends on where tensors lie, and is looked up once for a state: a digest is then a few
+calls for hundreds of tensors. None of them waits for a device: whoever wants the number converts it. Modulo 2**64 is
+what int64 does by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -21,31 +24,36 @@ from everstep.capture.layout import Share
 
 MODULUS = 1 << 64
 _BLOCK = 1 << 14  # words that share a table of weights; each block scales it by a number of its own
+_WIDTHS = (1, 1 << 5, 1 << 10, _BLOCK)  # of rows: what is smaller than a block does not take the time of one
 _ROWS = {"cpu": 16, "cuda": 512}  # blocks at once: they fit a cache, or make a launch worth while
-_MANY = {"cpu": 16, "cuda": 64}  # blocks of one tensor that are worth launches of their own, and are not copied first
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
-@torch.no_grad()
 def digest(name: str, rows: Tensor, first_element: int = 0) -> Tensor:
     """The digest of some rows of a tensor, the first of whose elements has this index in the whole one; 0-dim int64."""
-    return added(_sums([_Part(name, rows, first_element)]))
+    return _Plan([_Part(name, rows, first_element)]).total()
 
 
-@torch.no_grad()
-def state_digest(shares: Iterable[Share]) -> tuple[Tensor, Tensor]:
-    """Of what optimizers overwrite, this rank's part of the common tensors, and its own; two 0-dim int64.
+class StateDigest:
+    """Of what optimizers overwrite, for as long as it lies in the same tensors."""
 
-    The number that proves a step to a rank is the sum of all ranks' common parts and of its own private one.
-    """
-    parts: tuple[list[_Part], list[_Part]] = ([], [])
-    for share in shares:
-        tensor = share.entry.tensor
-        if share.entry.gate is not None:
-            row_elements = tensor.numel() // max(1, tensor.shape[0]) if tensor.dim() else 1
-            part = _Part(share.entry.name, share.source(), share.first * row_elements)
-            parts[not share.entry.common].append(part)
-    return added(_sums(parts[0])), added(_sums(parts[1]))
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self.shares = shares
+        parts: tuple[list[_Part], list[_Part]] = ([], [])
+        for share in shares:
+            tensor = share.entry.tensor
+            if share.entry.gate is not None:
+                row_elements = tensor.numel() // max(1, tensor.shape[0]) if tensor.dim() else 1
+                part = _Part(share.entry.name, share.source(), share.first * row_elements)
+                parts[not share.entry.common].append(part)
+        self._common, self._private = map(_Plan, parts)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """This rank's part of the common tensors, and its own, as of now; two 0-dim int64.
+
+        The number that proves a step to a rank is the sum of all ranks' common parts and of its own private one.
+        """
+        return self._common.total(), self._private.total()
 
 
 def number(*sums: Tensor) -> int:
@@ -71,99 +79,169 @@ class _Part(NamedTuple):
     rows: Tensor
     first_element: int
 
-    def slabs(self) -> Iterator[tuple[Tensor, int]]:
-        """The bits as integers in their logical order, with the index of the first; bounded copies, if they must be."""
-        rows = self.rows.detach()
-        per_element = max(1, rows.itemsize // 4)
-        if rows.is_contiguous():
-            yield rows.view(-1).view(_WORDS[rows.itemsize]), self.first_element * per_element
-        elif rows.numel():
-            row_elements = rows.numel() // rows.shape[0]
-            at_once = max(1, _ROWS[rows.device.type] * _BLOCK // row_elements)
-            for first in range(0, rows.shape[0], at_once):
-                words = rows[first : first + at_once].reshape(-1).view(_WORDS[rows.itemsize])
-                yield words, (self.first_element + first * row_elements) * per_element
+
+class _Plan:
+    """The digest of all parts, added up where they lie."""
+
+    @torch.no_grad()
+    def __init__(self, parts: Iterable[_Part]) -> None:
+        found: dict[tuple[torch.device, torch.dtype, int], _Pile] = {}
+        for part in parts:
+            factor = _signed(xxh3_64_intdigest(part.name.encode()) | 1)
+            rows = part.rows.detach()
+            for piece, first in _pieces(rows, part.first_element * _words_of(rows.itemsize)):
+                count = piece.numel() * _words_of(piece.itemsize)
+                if not count:
+                    continue
+                width = next((width for width in _WIDTHS if first % _BLOCK + count <= width), _BLOCK)
+                kind = piece.device, _WORDS[piece.itemsize], width
+                if kind not in found:
+                    found[kind] = _Pile(*kind)
+                found[kind].add(piece, first, factor)
+        self._products = [pile.settled() for pile in found.values()]
+
+    @torch.no_grad()
+    def total(self) -> Tensor:
+        return added([product.total() for product in self._products])
+
+
+def _words_of(itemsize: int) -> int:
+    return max(1, itemsize // 4)
+
+
+def _pieces(rows: Tensor, first: int) -> Iterator[tuple[Tensor, int]]:
+    """All words in their logical order, with the index of the first: as words, or strided and not too many at once."""
+    if rows.is_contiguous():
+        yield rows.view(-1).view(_WORDS[rows.itemsize]), first
+        return
+    per_element = _words_of(rows.itemsize)
+    most = (_ROWS[rows.device.type] - 1) * _BLOCK // per_element  # they may begin in the middle of a block
+    if rows.numel() <= most:
+        yield rows, first
+        return
+    row_elements = rows.numel() // rows.shape[0]
+    for some in rows.split(most // row_elements) if row_elements <= most else rows.unbind():
+        yield from _pieces(some, first)
+        first += some.numel() * per_element
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows that are multiplied by one call: as they lie in a tensor, or gathered first."""
+
+    own: Tensor | None = None
+    rows: int = 0
+    words: int = 0  # of theirs; the rest is padding
+    places: list[int] = field(default_factory=list)  # of the gathered: which word each begins at
+    sources: list[Tensor] = field(default_factory=list)
+
+
+class _Work(NamedTuple):
+    """The same, with its memory."""
+
+    sources: list[Tensor]
+    targets: list[Tensor]
+    is_padded: bool
+    blocks: Tensor
+    products: Tensor
+    sums: Tensor
 
 
 class _Pile:
-    """Blocks of words, multiplied and added up: those of many small tensors together, by a few launches for all."""
+    """Rows of one width. Each word lies where its index says, so that the table of weights fits every row."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._blocks = torch.zeros((_ROWS[device.type], _BLOCK), dtype=dtype, device=device)
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
-        self._numbers: list[int] = []  # of each row that of its block,
-        self._names: list[int] = []  # and the factor of its name
-        self.total = torch.zeros((), dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        self._device, self._dtype, self._width = device, dtype, width
+        self._most = _ROWS[device.type] * _BLOCK // width  # rows at once
+        self._batches: list[_Batch] = []
+        self._rows = 0  # in all
+        self._spans: list[tuple[int, int, int]] = []  # rows, how far blocks are ahead of them, name's factor
 
-    def add(self, words: Tensor, first: int, factor: int) -> None:
-        """Each word lies in its row where its index says, so that the table of weights fits every row."""
-        at, many = 0, _MANY[words.device.type]
-        while at < words.numel():
-            if len(self._numbers) == len(self._blocks):
-                self.flush()
-            row, (block, column) = len(self._numbers), divmod(first + at, _BLOCK)
-            left = words.numel() - at
-            if not column and left >= many * _BLOCK:
-                rows = min(left // _BLOCK, len(self._blocks))
-                self._add_whole(words[at : at + rows * _BLOCK].view(rows, _BLOCK), block, factor)
-                at += rows * _BLOCK
-                continue
-            if column or left < _BLOCK:
-                count, rows = min(left, _BLOCK - column), 1
-                self._targets.append(self._blocks[row, column : column + count])
-                self._sources.append(words[at : at + count])
+    def add(self, piece: Tensor, first: int, factor: int) -> None:
+        """Words, which are taken apart as need be, or something strided, which is not."""
+        is_strided, count = not piece.is_contiguous(), piece.numel() * _words_of(piece.itemsize)
+        at = 0
+        while at < count:
+            block, column = divmod(first + at, _BLOCK)
+            wanted = -(-(column + count - at) // self._width)  # rows
+            if not column and (count - at) // self._width >= self._most and not is_strided:
+                rows, words = self._most, self._most * self._width
+                batch = self._new(piece[at : at + words].view(rows, self._width))
             else:
-                rows = min(left // _BLOCK, len(self._blocks) - row)
-                count = rows * _BLOCK
-                self._targets.append(self._blocks[row : row + rows])
-                self._sources.append(words[at : at + count].view(rows, _BLOCK))
-            self._numbers += range(block, block + rows)
-            self._names += [factor] * rows
-            at += count
+                batch = self._with_room_for(wanted if is_strided else 1)
+                rows = min(wanted, self._most - batch.rows)
+                words = min(count - at, rows * self._width - column)
+                batch.places.append(batch.rows * self._width + column)
+                batch.sources.append(piece if is_strided else piece[at : at + words])
+            batch.rows += rows
+            batch.words += words
+            self._spans.append((rows, block - self._rows, factor))
+            self._rows += rows
+            at += words
 
-    def _add_whole(self, blocks: Tensor, first: int, factor: int) -> None:
-        """Blocks of one tensor, where they lie."""
-        sums = (blocks * _table(blocks.device)).sum(1)
-        last = first + len(blocks)
-        self.total += (sums * _numbers_mixed(blocks.device, last.bit_length())[first:last]).sum() * factor
+    def _new(self, own: Tensor | None = None) -> _Batch:
+        self._batches.append(_Batch(own))
+        return self._batches[-1]
 
-    def flush(self) -> None:
-        if self._numbers:
-            torch._foreach_copy_(self._targets, self._sources)
-            blocks = self._blocks[: len(self._numbers)]
-            sums = (blocks * _table(blocks.device)).sum(1)
-            factors = _mixed(torch.tensor(self._numbers)) * torch.tensor(self._names)
-            self.total += (sums * factors.to(blocks.device, non_blocking=True)).sum()  # kilobytes go without a wait
-            blocks.zero_()
-            self._targets, self._sources, self._numbers, self._names = [], [], [], []
+    def _with_room_for(self, rows: int) -> _Batch:
+        for last in self._batches[-1:]:
+            if last.own is None and last.rows + rows <= self._most:
+                return last
+        return self._new()
+
+    def settled(self) -> _Product:
+        """All are there: take the memory in which they are gathered and multiplied, and find every place in it."""
+        most = max(batch.rows for batch in self._batches)
+        gathered = max((batch.rows for batch in self._batches if batch.own is None), default=0)
+        words = torch.empty(gathered * self._width, dtype=self._dtype, device=self._device)
+        products = torch.empty((most, self._width), dtype=torch.int64, device=self._device)
+        rows, blocks_ahead, names = torch.tensor(self._spans).unbind(1)
+        blocks = torch.arange(self._rows) + blocks_ahead.repeat_interleave(rows)
+        factors = (_mixed(blocks) * names.repeat_interleave(rows)).to(self._device, non_blocking=True)
+        sums = torch.empty_like(factors)
+        work = [
+            _Work(
+                sources=batch.sources,
+                targets=[_place(words, at, source) for at, source in zip(batch.places, batch.sources, strict=True)],
+                is_padded=batch.words < batch.rows * self._width,
+                blocks=words.view(-1, self._width)[: batch.rows] if batch.own is None else batch.own,
+                products=products[: batch.rows],
+                sums=some,
+            )
+            for batch, some in zip(self._batches, sums.split([b.rows for b in self._batches]), strict=True)
+        ]
+        return _Product(work, _table(self._device)[: self._width], sums, factors)
 
 
-def _sums(parts: Iterable[_Part]) -> list[Tensor]:
-    """The digests of all parts, added up where they lie."""
-    piles: dict[tuple[torch.device, torch.dtype], _Pile] = {}
-    for part in parts:
-        factor = _signed(xxh3_64_intdigest(part.name.encode()) | 1)
-        for words, first in part.slabs():
-            kind = words.device, words.dtype
-            if kind not in piles:
-                piles[kind] = _Pile(*kind)
-            piles[kind].add(words, first, factor)
-    for pile in piles.values():
-        pile.flush()
-    return [pile.total for pile in piles.values()]
+class _Product(NamedTuple):
+    """A pile, ready to be multiplied with its weights as often as anybody likes."""
+
+    work: list[_Work]
+    table: Tensor
+    sums: Tensor  # of the rows
+    factors: Tensor
+
+    def total(self) -> Tensor:
+        for one in self.work:
+            if one.targets:
+                if one.is_padded:
+                    one.blocks.zero_()
+                torch._foreach_copy_(one.targets, one.sources)
+            torch.mul(one.blocks, self.table, out=one.products)
+            torch.sum(one.products, 1, out=one.sums)
+        return (self.sums * self.factors).sum()
+
+
+def _place(words: Tensor, at: int, source: Tensor) -> Tensor:
+    """Where a piece goes, as what it is."""
+    count = source.numel() * _words_of(source.itemsize)
+    return words[at : at + count].view(source.dtype).view(source.shape)
 
 
 @cache
 def _table(device: torch.device) -> Tensor:
     """The weights of a block; a constant."""
     return _mixed(torch.arange(-_BLOCK, 0, device=device))
-
-
-@cache
-def _numbers_mixed(device: torch.device, bits: int) -> Tensor:
-    """What the first 2**bits blocks of a tensor scale their table by; a constant."""
-    return _mixed(torch.arange(1 << bits, device=device))
 
 
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

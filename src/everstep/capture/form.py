@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.compressor import Compressor
-from everstep.capture.digest import state_digest
+from everstep.capture.digest import StateDigest
 from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Share, Subjects
 from everstep.capture.life import Life
 from everstep.capture.shape import Shape, group_alike
@@ -100,10 +100,13 @@ class Form:
     digest: list[Tensor]  # and for every slot where the digest of such a state goes
     listing: Listing
     loose: list[Entry]  # state that no optimizer has and no cut copies: nobody should write it
+    digested: StateDigest  # how it is made, as long as the state stays where it is
 
     def take_digest(self, slot: int, shares: list[Share]) -> None:
         """Of a state that a base of this shape would have."""
-        for target, total in zip(self.digest[slot], state_digest(shares), strict=True):
+        if self.digested.shares is not shares:
+            self.digested = StateDigest(shares)
+        for target, total in zip(self.digest[slot], self.digested.take(), strict=True):
             target.copy_(total)
 
     def close(self) -> None:
@@ -224,6 +227,7 @@ def make_form(
         ],
         buffers={key: list(map(id, parameters)) for key, (parameters, _) in packed.items()},
         digest=record.targets(content.digest),
+        digested=StateDigest(shape.shares),
         shape=shape,
         listing=shape.listing,
         loose=[e for e in shape.listing.entries if e.gate is None and not e.at_cut and e.name not in written],

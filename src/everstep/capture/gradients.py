@@ -40,7 +40,7 @@ from everstep.capture.pinned import pin
 from everstep.capture.purity import Purity
 from everstep.capture.room import FULL, Room
 from everstep.capture.shape import Shape
-from everstep.capture.stepped import gradients_of
+from everstep.capture.stepped import gradients_of, has_none
 from everstep.capture.tap import Tap
 from everstep.capture.update import flushes_denormals
 from everstep.events import ChainEnded, Degraded, RingMade
@@ -215,7 +215,7 @@ class Recorder:
                 form.record.early.clear()  # what is copied now must leave again
             for i, item in cuts.items():
                 gradients[i] = item.source(gradients[i]) if gradients[i] is not None else None
-            if any(g is None for g in gradients):
+            if has_none(gradients):
                 absent += [name for name, g in zip(names, gradients, strict=True) if g is None]
                 kept = [(t, g) for t, g in zip(targets, gradients, strict=True) if g is not None]
                 targets, gradients = [t for t, _ in kept], [g for _, g in kept]

@@ -33,7 +33,7 @@ class Tap:
 
     def __init__(self, subjects: Subjects, copier: Copier, emit: Sink, moments: Moments) -> None:
         self._subjects, self._copier, self._emit, self._moments = subjects, copier, emit, moments
-        self._moved = False  # gradients are taken in front of step() instead
+        self._moved = True  # gradients are taken in front of step() instead
         self._form: Form | None = None
         self._slot = -1
         self._targets: dict[int, tuple[Share, list[Tensor]]] = {}
@@ -45,6 +45,7 @@ class Tap:
                 model = model._orig_mod  # type: ignore[assignment]
             if isinstance(model, nn.parallel.DistributedDataParallel) and not has_hook(model) and _multiplies(model):
                 model.register_comm_hook(model.process_group, self._hook())
+                self._moved = False
 
     def _hook(self) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
         was_last = True
@@ -109,7 +110,8 @@ class Tap:
 
     def close(self, parameters: list[Tensor]) -> None:
         """They were consumed: whatever is reduced for them now belongs to nobody, until the next step begins."""
-        self._closed.update(map(id, parameters))
+        if self._slot >= 0:
+            self._closed.update(map(id, parameters))
 
     def _is_same(self, parameters: list[Tensor], gradients: list[Tensor | None]) -> bool:
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor, optim
 
-from everstep.capture.digest import MODULUS, added, digest, number, state_digest
+from everstep.capture.digest import MODULUS, StateDigest, added, digest, number
 from everstep.capture.layout import Entry, Share, Subjects, optimizer_name, share
 from everstep.capture.sharded import is_zero, local_of, stepping
 from everstep.capture.stepped import local_state, stepped_by
@@ -147,7 +147,7 @@ def _whole(
                 _adopt(subjects.optimizers[call.optimizer], whole[call.optimizer], doubles[call.optimizer])
         if proof.wants(one.step):
             mine = [e for e in subjects.listing().entries if e.gate in doubles and proof.counts(e.name, True)]
-            proof.add(one.step, state_digest(share(mine, topology.rank, topology.world)))
+            proof.add(one.step, StateDigest(share(mine, topology.rank, topology.world)).take())
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ class _Slabs:
         return Double(self._optimizer, members, {})
 
     def _digest(self, parts: Sequence[_Part], double: Double, proof: Proof) -> tuple[Tensor, Tensor]:
-        """Common and private, as `state_digest` has them."""
+        """Common and private, as `StateDigest` has them."""
         sums: tuple[list[Tensor], list[Tensor]] = ([], [])
         for part, member in zip(parts, double.members, strict=True):
             entry, at = self._entries[id(part.key)], part.first * part.row_elements
