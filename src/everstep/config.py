@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from everstep.cadence import Every
+from everstep.cadence import Every, seconds
 from everstep.errors import BadConfig
 from everstep.tiers import Tier, Tiers, choose
 
@@ -52,6 +52,7 @@ class Settings:
     on_loss: tuple[Policy, ...] = ()
     batch: Batch = "redistribute"
     detect_s: float = 10.0
+    mtbf_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.epochs < 1:
@@ -77,6 +78,8 @@ class Settings:
             raise BadConfig("on_loss needs keeper='process': a thread of a lost rank can tell nobody")
         if self.detect_s <= 0:
             raise BadConfig(f"detect_timeout must be more than nothing, not {self.detect_s} s")
+        if self.mtbf_s is not None and self.mtbf_s <= 0:
+            raise BadConfig(f"mtbf must be more than nothing, not {self.mtbf_s} s")
 
 
 def settings(
@@ -87,6 +90,7 @@ def settings(
     keep: int | Keep,
     mode: Mode,
     on_loss: Policy | Sequence[Policy],
+    mtbf: str | None = None,
     **rest: object,
 ) -> Settings:
     if isinstance(keep, bool) or not isinstance(keep, int | Keep):
@@ -98,5 +102,6 @@ def settings(
         keep=Keep(last=keep) if isinstance(keep, int) else keep,
         mode=mode,
         on_loss=(on_loss,) if isinstance(on_loss, str) else tuple(on_loss),
+        mtbf_s=None if mtbf is None else seconds(mtbf, name="mtbf"),
         **rest,  # type: ignore[arg-type]
     )

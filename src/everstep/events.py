@@ -10,7 +10,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -287,6 +288,13 @@ class Chose(Event, frozen=True, kw_only=True):
     inputs: dict[str, float]
 
 
+class Closed(Event, frozen=True, kw_only=True):
+    """The program ended the run before its end."""
+
+    rank: int
+    step: int
+
+
 class Finished(Event, frozen=True, kw_only=True):
     rank: int
     step: int
@@ -324,6 +332,7 @@ AnyEvent = (
     | Halted
     | Tuned
     | Chose
+    | Closed
     | Finished
 )
 Sink = Callable[[Event], None]
@@ -339,6 +348,18 @@ class EventLog:
         self.path = path
         self._lock = threading.Lock()
         self._unwritten: deque[bytes] = deque(maxlen=_REMEMBERED)
+
+    @classmethod
+    def of_rank(cls, directory: Path, rank: int) -> EventLog:
+        return cls(directory / f"events-rank-{rank:05d}.jsonl")
+
+    def failures(self) -> int:
+        """How many lives ended otherwise than by somebody's wish, if another begins now."""
+        events = _events_in(self.path.read_bytes()) if self.path.exists() else []
+        ends = [event for event in events if isinstance(event, Started | Closed | Finished | Halted | Stopping)]
+        return sum(isinstance(event, Started) for event in ends) - sum(
+            isinstance(before, Started) and not isinstance(event, Started) for before, event in pairwise(ends)
+        )
 
     def __call__(self, event: Event) -> None:
         line = msgspec.json.encode(event) + b"\n"
@@ -360,12 +381,24 @@ class EventLog:
 
 def read_events(directory: Path) -> list[AnyEvent]:
     """All events of a run in the order of their times; lines torn by a crash are left out."""
-    decoder = msgspec.json.Decoder(AnyEvent)
+    return read_events_and_torn(directory)[0]
+
+
+def read_events_and_torn(directory: Path) -> tuple[list[AnyEvent], int]:
+    """The same, and how many lines were left out. Of a run that goes on: the line that is being written is none yet."""
     found: list[AnyEvent] = []
+    lines = 0
     for path in sorted(directory.glob("events-*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            try:
-                found.append(decoder.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-    return sorted(found, key=lambda event: event.time)
+        data = path.read_bytes()
+        lines += data.count(b"\n")
+        found += _events_in(data)
+    return sorted(found, key=lambda event: event.time), max(0, lines - len(found))
+
+
+def _events_in(data: bytes) -> Iterator[AnyEvent]:
+    decoder = msgspec.json.Decoder(AnyEvent)
+    for line in data.splitlines():
+        try:
+            yield decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue

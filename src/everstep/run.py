@@ -28,7 +28,7 @@ from everstep.capture.position import Feed
 from everstep.capture.steering import followed
 from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
 from everstep.errors import BadConfig, Damaged, EverstepError, Restart
-from everstep.events import Degraded, EventLog, Finished, Halted, Started, Stopping
+from everstep.events import Closed, Degraded, EventLog, Finished, Halted, Started, Stopping
 from everstep.keeper.arrival import arrive, check, check_level
 from everstep.keeper.client import KeeperClient
 from everstep.keeper.keeping import Keeping
@@ -61,6 +61,7 @@ def guard(
     steps: int | None = None,
     lose_at_most: int | str = 1,
     overhead_budget: float = 0.03,
+    mtbf: str | None = None,
     strategy: Strategy = "auto",
     compress: Compressor | None = None,
     tiers: Sequence[Tier] | str | Path | None = None,
@@ -78,19 +79,19 @@ def guard(
     model, optimizer, scheduler: one or a list. loader: what the run iterates, or None for loops that call run.done().
     extra: names of anything with state_dict/load_state_dict, or plain trees of numbers, strings, bytes and tensors; on
     resume plain values are put back under their names. lose_at_most: steps, or a duration such as "30s".
-    overhead_budget: the share of the training time that this may cost. strategy: "snapshot" (a base each time), "log"
-    (a base now and then, and what the optimizers consumed in every step), or "auto": what is measured to cost less.
-    mode: where captures land: "host" memory, spare "device" memory first, "direct" into Memory(path=...), or "disk"
-    (as often as the disk takes them). keep: how many checkpoints stay on disk, or Keep(last=, every=).
-    linger: how long the keeper holds memory for a restart. on_loss: what run.live() does when a rank is lost, the first
-    of these that can be done: "spare" (another takes its place), "forward" (the others finish the step without it:
-    lossy), "rollback" (they do it again), "restart". batch: with fewer ranks "redistribute" (the global batch stays) or
-    "shrink". detect_timeout: until a hung rank is lost.
+    overhead_budget: the share of the training time that this may cost. mtbf: between two failures, such as "6h", if
+    known; else what the run has seen. strategy: "snapshot" (a base each time), "log" (a base now and then, and what the
+    optimizers consumed in every step), or "auto": what is measured to cost less. mode: where captures land: "host"
+    memory, spare "device" memory first, "direct" into Memory(path=...), or "disk" (as often as the disk takes them).
+    keep: how many checkpoints stay on disk, or Keep(last=, every=). linger: how long the keeper holds memory for a
+    restart. on_loss: what run.live() does when a rank is lost, the first that can be done: "spare" (another takes its
+    place), "forward" (the others finish the step without it: lossy), "rollback" (they do it again), "restart". batch:
+    with fewer ranks "redistribute" (the global batch stays) or "shrink". detect_timeout: until a hung rank is lost.
     """
     chosen = settings(
         dir, lose_at_most=lose_at_most, overhead_budget=overhead_budget, strategy=strategy, tiers=tiers, keep=keep,
         mode=mode, strict=strict, epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
-        on_loss=on_loss, batch=batch, detect_s=seconds(detect_timeout, name="detect_timeout"),
+        on_loss=on_loss, batch=batch, detect_s=seconds(detect_timeout, name="detect_timeout"), mtbf=mtbf,
     )  # fmt: skip
     state = State(
         models=as_list(model, nn.Module, "model"), optimizers=as_list(optimizer, torch.optim.Optimizer, "optimizer"),
@@ -138,7 +139,7 @@ class Run:
         check(chosen, place)
         seats = chosen.batch if self._presence is not None else "shrink"
         self._feed = Feed.of(self._loader, place, seats) if self._loader is not None else None
-        self._emit = EventLog(chosen.directory / f"events-rank-{place.rank:05d}.jsonl")
+        self._emit = EventLog.of_rank(chosen.directory, place.rank)
         self._claim = claim.take(self._places, place, self._emit)
         self._life.callback(self._claim.give_back)
         self._run = self._claim.run
@@ -156,7 +157,7 @@ class Run:
         self._moments = Moments(timeline.mark, step=self.step, optimizers=len(state.subjects.optimizers))
         life = Life(
             run=self._run, generation=generation, topology=place, settings=chosen, emit=self._emit,
-            attach=self._keeper.attach, moments=self._moments,
+            attach=self._keeper.attach, moments=self._moments, failures=self._emit.failures(),
         )  # fmt: skip
         self._keeping = Keeping(
             state.subjects, life, self._keeper, self._tree, left=left, rings=rings, resumed_from=self.resumed_from,
@@ -381,8 +382,7 @@ class Run:
             raise
         finally:
             self._release(final=is_final)
-        if self._finished:
-            self._emit(Finished(rank=self._place.rank, step=self.step))
+        self._emit((Finished if self._finished else Closed)(rank=self._place.rank, step=self.step))
 
     def _take_last(self) -> bool:
         """Have the last step in memory, as a base. Whether there is one that is not on the disk yet."""

@@ -25,6 +25,7 @@ class Life:
     emit: Sink
     attach: Callable[[Arena], None]  # show the keeper an arena
     moments: Moments = field(default_factory=Moments)
+    failures: int = 0  # that ended earlier lives of the run
 
     @property
     def newest(self) -> int:

@@ -57,6 +57,7 @@ class Steering:
         self._controller = Controller(
             now="log" if logs else "snapshot", may_choose=self._asked == "auto" and settings.mode != "disk",
             capture=settings.capture, durable=settings.tiers.disk.cadence, budget=settings.overhead_budget,
+            mtbf_s=settings.mtbf_s,
         )  # fmt: skip
         # Ranks that do not wait for each other in every step may not wait for each other here either.
         # Those of a mesh do, and every mesh has all ranks.
@@ -103,7 +104,7 @@ class Steering:
         """Once in a while, look at what it has cost; True if it is time for a turn."""
         if len(self._steps) < WINDOW or not self._in_step:
             return False
-        measured = self._read(recorder, base_write_s, record_write_s)
+        measured = self._read(recorder, base_write_s, record_write_s, step)
         if self._asked == "snapshot":
             return False
         said = exchange(msgspec.json.encode(measured), self._life.topology)
@@ -124,7 +125,7 @@ class Steering:
             self._told_strategy = choice.strategy
             self._life.emit(Chose(step=step, **asdict(choice)))
 
-    def _read(self, recorder: Recorder | None, base_write_s: float, record_write_s: float) -> Measured:
+    def _read(self, recorder: Recorder | None, base_write_s: float, record_write_s: float, step: int) -> Measured:
         """What was seen since the last reading."""
         shape = self._capture.shape
         base_bytes = shape.layout.total_bytes if shape is not None else 0
@@ -142,6 +143,7 @@ class Steering:
             record_bytes=recorder.record_bytes if recorder is not None else self._estimate(base_bytes),
             replay_s=median(self._updates) if self._updates and not on_device else -1.0,
             free_bytes=shutil.disk_usage(self._life.settings.directory).free,
+            failures=self._life.failures, trained_s=step * step_s,
             refusal=recorder.impure if recorder is not None else "",
         )  # fmt: skip
         for seen in (self._steps, self._bases, self._records, self._updates):

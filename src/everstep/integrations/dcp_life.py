@@ -42,7 +42,7 @@ class DcpLife:
         self._is_over = False
         _agree(place, self._begin_alone)
         self._check_alike(after)
-        self._emit = EventLog(settings.directory / f"events-rank-{place.rank:05d}.jsonl")
+        self._emit = EventLog.of_rank(settings.directory, place.rank)
         self._claim = claim.take(self._places, place, self._emit)
         try:
             there = self._survey()

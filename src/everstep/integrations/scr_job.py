@@ -45,7 +45,7 @@ class Job:
         self._settings = self._choices.settings()
         self._places = Places.chosen(self._settings.directory, self._settings.tiers)
         self._make_places()
-        self._emit = EventLog(self._settings.directory / f"events-rank-{self._place.rank:05d}.jsonl")
+        self._emit = EventLog.of_rank(self._settings.directory, self._place.rank)
         self._claim = claim.take(self._places, self._place, self._emit)
         for sentence in (*self._choices.warnings, *self._choices.uncovered(self._place)):
             self._warn(sentence)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.errors import EverstepError, NothingToRestore
-from everstep.events import AnyEvent, read_events
+from everstep.events import AnyEvent, read_events_and_torn
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import RUN_RECORD, run_name
 from everstep.timeline import Track, read_devices, read_timeline
@@ -52,11 +52,10 @@ def read_story(directory: Path) -> Story:
         missing.append(f"{RUN_RECORD} is not there.")
     except EverstepError as error:
         missing.append(f"{RUN_RECORD}: {error}")
-    events = read_events(directory)
-    torn = sum(path.read_bytes().count(b"\n") for path in directory.glob("events-*.jsonl")) - len(events)
+    events, torn = read_events_and_torn(directory)
     if not events:
         missing.append("There are no events.")
-    if torn > 0:
+    if torn:
         missing.append(f"{torn} lines of the events are torn or unknown, and left out.")
     tracks = read_timeline(directory)
     if not any(track.spans for track in tracks):

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import msgspec
 
 from everstep.cadence import Every
-from everstep.tune.models import Costs, Tuning, steps_per_base
+from everstep.tune.models import Costs, Tuning, mean_between, steps_per_base
 from everstep.tune.strategy import Choice, Way, Wish, choose
 
 REBASE = 4  # a replica needs true bases only to be compared with: so many times more rarely than a log does
@@ -30,6 +30,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     record_bytes: int
     replay_s: float
     free_bytes: int
+    failures: int = 0  # that ended earlier lives of the run,
+    trained_s: float = 0.0  # which has trained for so long
     refusal: str = ""
 
 
@@ -40,9 +42,12 @@ def merge(said: Collection[Measured]) -> Measured:
 
 
 class Controller:
-    def __init__(self, *, now: Way, may_choose: bool, capture: Every, durable: Every, budget: float) -> None:
-        """`may_choose`: whether the strategy is ours to choose."""
+    def __init__(
+        self, *, now: Way, may_choose: bool, capture: Every, durable: Every, budget: float, mtbf_s: float | None = None
+    ) -> None:
+        """`may_choose`: whether the strategy is ours to choose. `mtbf_s`: what the user knows."""
         self._may_choose, self._capture, self._durable, self._budget = may_choose, capture, durable, budget
+        self._mtbf_s = mtbf_s
         self._known: Measured | None = None
         self._refusal = ""
         self.interval: Tuning | None = None  # between bases, while there is a log
@@ -61,7 +66,7 @@ class Controller:
         """Look at the latest costs; what was not seen lately is as it was when it was seen last, or estimated."""
         self._refusal = self._refusal or measured.refusal
         known = self._known = _remember(self._known, measured)
-        costs = _costs(known)
+        costs = _costs(known, self._mtbf_s)
         self.interval = steps_per_base(costs, budget=self._budget)
         if not self._may_choose or known.base_stall_s < 0:
             return
@@ -93,7 +98,7 @@ def _remember(before: Measured | None, now: Measured) -> Measured:
     return msgspec.structs.replace(now, **unseen)
 
 
-def _costs(known: Measured) -> Costs:
+def _costs(known: Measured, mtbf_s: float | None) -> Costs:
     """A record costs what its share of a base's bytes would, until it is seen."""
     share = known.record_bytes / max(known.base_bytes, 1)
     base_stall_s, base_write_s = max(known.base_stall_s, 0.0), max(known.base_write_s, 0.0)
@@ -103,4 +108,5 @@ def _costs(known: Measured) -> Costs:
         record_write_s=known.record_write_s if known.record_write_s >= 0 else share * base_write_s,
         record_bytes=known.record_bytes, free_bytes=known.free_bytes,
         replay_s=known.replay_s if known.replay_s >= 0 else None,
+        mtbf_s=mean_between(mtbf_s, known.failures, known.trained_s), failures=known.failures,
     )  # fmt: skip

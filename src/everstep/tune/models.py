@@ -49,7 +49,18 @@ class Costs:
     record_bytes: int
     replay_s: float | None  # of one record; None: not measured
     free_bytes: int
-    mtbf_s: float | None = None
+    mtbf_s: float | None = None  # None: assumed
+    failures: int = 0  # that it was seen from, if it was
+
+
+def mean_between(given_s: float | None, failures: int, trained_s: float) -> float | None:
+    """Between two failures: as it was given, or as a run has seen it; None if nobody knows.
+
+    What is assumed before the first failure counts as one that was seen: one alone says little.
+    """
+    if given_s is not None or not failures:
+        return given_s
+    return (trained_s + MTBF_S) / (failures + 1)
 
 
 def steps_per_base(costs: Costs, *, budget: float, recovery_s: float = RECOVERY_S) -> Tuning:
@@ -76,7 +87,7 @@ def steps_per_base(costs: Costs, *, budget: float, recovery_s: float = RECOVERY_
         "M": mtbf_s, "C_F": costs.base_stall_s, "r": r, "T": costs.step_s, "base_write_s": costs.base_write_s,
         "base_bytes": float(costs.base_bytes), "record_bytes": float(costs.record_bytes), "budget": budget,
         "recovery_s": recovery_s, "free_bytes": float(costs.free_bytes),
-    }  # fmt: skip
+    } | ({"failures": float(costs.failures)} if costs.failures else {})  # fmt: skip
     assumed = tuple(name for name, seen in (("M", costs.mtbf_s), ("r", costs.replay_s)) if seen is None)
     return Tuning(
         what="steps per base", value=value, formula=INTERVAL, inputs=inputs, bound=bound, assumed=assumed
