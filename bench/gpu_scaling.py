@@ -78,7 +78,7 @@ def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
                 raise TimeoutError(f"no base was on the disk after {FIRST_BASE_S:.0f} s")
             time.sleep(0.02)
         training = Training(saver, 0.03 + size / (35 * GB))
-        times = captures(saver, scratch, training.gate)
+        times = captures(saver, scratch, training.gate, gpu_models.sync)
         times |= _disk(saver, scratch, 2 if size <= GB else 1)
         times["recall_s"] = _recalls(saver, scratch)
         return vars(Point(tensors=tensors, bytes=size, **times))

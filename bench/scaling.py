@@ -109,8 +109,13 @@ def measure(tensors: int, size: int, scratch: Path) -> Point:
     return Point(tensors=tensors, **times, **raw)
 
 
-def captures(saver: Any, scratch: Path, gate: Callable[[], float]) -> dict[str, list[float]]:
-    """What a capture takes. `gate`: compute, then the next update; how long that had to wait for the copy."""
+def captures(
+    saver: Any, scratch: Path, gate: Callable[[], float], settle: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """What a capture takes. `gate`: compute, then the next update; how long that had to wait for the copy.
+
+    `settle`: until an update is done, where it is only launched.
+    """
     times: dict[str, list[float]] = {
         key: [] for key in ("call_s", "gate_s", "cut_s", "looks_s", "held_s", "seal_s")
     }  # fmt: skip
@@ -122,6 +127,7 @@ def captures(saver: Any, scratch: Path, gate: Callable[[], float]) -> dict[str, 
         times["call_s"].append(call.seconds)
         times["gate_s"].append(gate())
     for _ in range(_SEALS):
+        settle()
         with timed() as whole:
             saver.save(scratch)
             saver.run.wait("sealed")
