@@ -17,19 +17,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from common import Report, Table, machine
 from gpu_frequency import GRACE_S, MODELS_S
 from gpu_methods import SHM, UNIT
+from peers import until_freed
 
 from everstep.capture.host import arena_root
 
 END_S = GRACE_S + 25.0  # that a unit may take longer than its time: for the last of its measurements, and to clean up
 LEAST_S = 20.0  # nothing is begun with less
+KEEPER = "everstep.keeper.process"
 WELL, THERE = "well", "is there already"
 
 
@@ -57,7 +57,7 @@ def bench_all(
 ) -> bool:
     """Whether all went well. What a part has found is saved by itself; this writes down how each ended."""
     table = Table("All parts", ["part", "models", "seconds", "ended"])
-    report = Report("Everstep on one GPU: all parts", f"python bench/gpu.py {' '.join(parts)}", machine(), [table])
+    report = Report("Everstep on one GPU: all parts", f"python bench/gpu.py {' '.join(given.part)}", machine(), [table])
     wanted = set(given.only.split(",")) if given.only else set()
     for unit in (unit for unit in UNITS if unit.part in parts):
         ours = copy.copy(given)
@@ -65,9 +65,9 @@ def bench_all(
         if unit.only and not ours.only:
             continue
         left_s, began = given.deadline - time.monotonic(), time.monotonic()
-        models = missing(unit.part, ours)
-        if not models and not given.since:
+        if not missing(unit.part, argparse.Namespace(**{**vars(ours), "since": ""})):
             continue  # it has none of the models that were asked for
+        models = missing(unit.part, ours)
         if not models:
             outcome = THERE
         elif left_s < LEAST_S:
@@ -109,18 +109,17 @@ def _ended(part: str, limit_s: float, given: argparse.Namespace) -> str:
 
 def end_unit(token: str) -> None:
     """Whatever a unit has left: processes that have its token in their environment, and memory that bears it."""
-    for process in psutil.process_iter():
+    for place in Path("/proc").glob("[0-9]*"):
         try:
-            is_ours = process.environ().get(UNIT) == token
-            words = process.cmdline() if is_ours else []
-        except psutil.Error:
-            continue
-        if is_ours and process.pid != os.getpid():
-            with suppress(psutil.Error):
-                process.kill()
-                process.wait(timeout=20)
-            if "everstep.keeper.process" in words:
-                run = words[words.index("everstep.keeper.process") + 1]
+            is_ours = f"{UNIT}={token}".encode() in (place / "environ").read_bytes().split(b"\0")
+            words = (place / "cmdline").read_text().split("\0")
+            if is_ours:
+                os.kill(int(place.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended, or is somebody else's
+        if is_ours:
+            until_freed(int(place.name))
+            for run in words[words.index(KEEPER) + 1 :][:1] if KEEPER in words else []:
                 for root in arena_root(None).parent.glob(f"{arena_root(None).name}*"):  # of every node
                     shutil.rmtree(root / run, ignore_errors=True)
     for folder in SHM.glob(f"everstep-bench-{token}-*"):

@@ -31,8 +31,8 @@ from everstep.capture import buckets, shape
 WORD, KERNEL = "a word", "a kernel"
 MODES: tuple[type[Method], ...] = (Host, Device, DenseLog)
 ROUNDS, LEAST_ROUNDS = 3, 2
-BLOCK_S, PLAIN_S = 0.7, 0.35
-MODE_S = 42.0  # for all blocks of a mode: after that it gets no further round
+BLOCK_S, PLAIN_S = 0.55, 0.3
+MODE_S = 32.0  # for all blocks of a mode: a further round is made only if it ends by then
 BASE_BYTES, LOOKS = 1 << 30, 6  # of which one warms up
 
 
@@ -164,9 +164,11 @@ def _beside_training(
     found = entry["modes"][way.name] = {one.name: {"kept_s": [], "plain_s": []} for one in TURNSTILES}
     way.begin(1)
     way.block(steps)  # the first still has what a beginning has
-    end = min(deadline, time.monotonic() + MODE_S)
+    began = time.monotonic()
+    end = min(deadline, began + MODE_S)
     for round_ in range(ROUNDS):
-        if round_ >= LEAST_ROUNDS and time.monotonic() > end:
+        now = time.monotonic()
+        if round_ >= LEAST_ROUNDS and now + (now - began) / round_ > end:
             break
         at = round_ * len(TURNSTILES) // ROUNDS
         for turnstile in TURNSTILES[at:] + TURNSTILES[:at]:

@@ -13,11 +13,12 @@ from math import ceil
 from pathlib import Path
 
 import gpu_models
-import psutil
 from gpu_merge import LEFT_OUT
 from gpu_methods import OURS, SHM, Everstep, Method, folder_prefix, slots_for, state_bytes
 from gpu_models import Case
 from gpu_peers import OTHERS
+
+from everstep.capture.host import free_memory
 
 METHODS = {method.name: method for method in (*OURS, *OTHERS)}
 # What takes too long for what it tells. By name it is run all the same.
@@ -55,7 +56,7 @@ def why_left_out(case: Case, method: type[Method], scratch: Path) -> str:
     gradient = sum(parameter.nbytes for parameter in case.model.parameters())
     memory, disk = method.needs(state, gradient, slots_for(state) or 3)
     for what, needed, free in (
-        ("memory", memory, psutil.virtual_memory().available),
+        ("memory", memory, free_memory(None)),
         ("disk", disk, shutil.disk_usage(scratch).free),
     ):
         if needed > free:
@@ -88,7 +89,7 @@ class Ways:
         state = state_bytes(self._case)
         room = 1.1 * ((slots_for(state) or 3) + 1) * state
         fits = self.method.stays_in_memory and SHM.is_dir() and shutil.disk_usage(SHM).free > room
-        return SHM if fits and psutil.virtual_memory().available > room else self._scratch
+        return SHM if fits and free_memory(None) > room else self._scratch
 
     def close(self) -> None:
         way, self._way = self._way, None

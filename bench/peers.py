@@ -266,10 +266,15 @@ def end_keeper(run: str) -> None:
     pid = keeper_pid(run)
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{pid}/maps").exists() and _has_memory(pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until_freed(pid)
     shutil.rmtree(arena_root(None) / run, ignore_errors=True)
+
+
+def until_freed(pid: int) -> None:
+    """Until a process that was killed holds no memory any more."""
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/maps").exists() and _has_memory(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _has_memory(pid: int) -> bool:

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from common import MB, Report, Stat, Table, Target, machine, short, timed
+
+from everstep.capture.host import free_memory
 
 HERE = Path(__file__).parent
 GB = 1000 * MB
@@ -205,7 +206,7 @@ def missing(
     size: int, folder: Path, *, slots: int = 3, memory_times: float = MEMORY_TIMES, disk_times: float = DISK_TIMES
 ) -> str:
     """What there is too little of for a state, in words."""
-    memory = min(psutil.virtual_memory().available, shutil.disk_usage("/dev/shm").free / slots * memory_times)
+    memory = min(free_memory(None), shutil.disk_usage("/dev/shm").free / slots * memory_times)
     for what, times, free in (("memory", memory_times, memory), ("disk", disk_times, shutil.disk_usage(folder).free)):
         if times * size > free:
             return f"not measured: needs {times * size / GB:.1f} GB of {what}, and {free / GB:.1f} are free"

@@ -134,6 +134,24 @@ def test_every_part_of_all_has_a_unit_and_every_model_of_it_one() -> None:
         assert sorted(names) == sorted(gpu.PARTS[part].names)
 
 
+def test_all_says_of_each_part_whether_it_is_there_and_passes_over_those_without_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu
+    import gpu_all
+
+    begun: list[str] = []
+    monkeypatch.setattr(gpu_all, "_ended", lambda part, limit_s, given: begun.append(part) or gpu_all.WELL)
+    whole = {"made": [{"date": NEW}], "exact": True}
+    found(tmp_path, "exact", {"gpt2": whole})
+    given = asked(tmp_path, since="2026-11-18", only="gpt2")
+    given.part, given.deadline = ["all"], time.monotonic() + 1000
+    assert gpu_all.bench_all(list(gpu.ALL), given, gpu.missing)
+    assert begun == ["frequency", "recovery", "utilisation", "paced"]
+    said = json.loads((tmp_path / "gpu-all.json").read_text())["tables"][0]["rows"]
+    assert {row[0]: row[3] for row in said} == {**dict.fromkeys(begun, gpu_all.WELL), "exact": gpu_all.THERE}
+
+
 def test_what_a_unit_has_left_goes_and_nothing_else() -> None:
     from gpu_all import end_unit
     from gpu_methods import UNIT
