@@ -111,16 +111,15 @@ def end_unit(token: str) -> None:
     """Whatever a unit has left: processes that have its token in their environment, and memory that bears it."""
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            is_ours = f"{UNIT}={token}".encode() in (place / "environ").read_bytes().split(b"\0")
+            if f"{UNIT}={token}".encode() not in (place / "environ").read_bytes().split(b"\0"):
+                continue
             words = (place / "cmdline").read_text().split("\0")
-            if is_ours:
-                os.kill(int(place.name), signal.SIGKILL)
+            os.kill(int(place.name), signal.SIGKILL)
         except OSError:
             continue  # it has ended, or is somebody else's
-        if is_ours:
-            until_freed(int(place.name))
-            for run in words[words.index(KEEPER) + 1 :][:1] if KEEPER in words else []:
-                for root in arena_root(None).parent.glob(f"{arena_root(None).name}*"):  # of every node
-                    shutil.rmtree(root / run, ignore_errors=True)
+        until_freed(int(place.name))
+        for run in words[words.index(KEEPER) + 1 :][:1] if KEEPER in words else []:
+            for root in arena_root(None).parent.glob(f"{arena_root(None).name}*"):  # of every node
+                shutil.rmtree(root / run, ignore_errors=True)
     for folder in SHM.glob(f"everstep-bench-{token}-*"):
         shutil.rmtree(folder, ignore_errors=True)
