@@ -129,8 +129,12 @@ class Report:
 
     def save(self, out: Path, name: str) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
-        (out / f"{name}.md").write_text(self.markdown())
+        for path, text in (
+            (out / f"{name}.json", json.dumps(asdict(self), indent=1) + "\n"), (out / f"{name}.md", self.markdown())
+        ):  # fmt: skip
+            fresh = path.with_name(path.name + ".new")  # whoever is ended in the middle leaves the one before
+            fresh.write_text(text)
+            os.replace(fresh, path)
 
     def markdown(self) -> str:
         facts = "; ".join(f"{key}: {value}" for key, value in self.machine.items())

@@ -5,12 +5,15 @@
     python bench/gpu.py exact [--only gpt2]                                kill -9, resume, compare bits
     python bench/gpu.py utilisation [--only gpt2] [--method NAME]          how busy the device is with each method
     python bench/gpu.py paced                                              captures beside an all-reduce
+    python bench/gpu.py scaling                                            what bytes and tensors cost
     python bench/gpu.py all                                                each of them, in at most 25 minutes
+    python bench/gpu.py turnstiles                                         how copies let others pass: not in `all`
+    python bench/gpu.py all --since 2026-11-18                             what was not found well since then
 
 Blocks of steps with and without captures take turns on one model in one process, so every ratio comes from one run.
 Random weights and inputs; nothing is downloaded. What a call finds of a model takes the place of what an earlier one
 has left in --out; other models, and methods that are not run, stay. It is saved as it is found. --tables measures
-nothing: the tables of what is in --out are written again, by the program as it is now.
+nothing: the tables of what is in --out are written again, by the program as it is now. Several parts may be named.
 """
 
 from __future__ import annotations
@@ -29,15 +32,21 @@ import torch
 from common import Report, machine
 from gpu_all import bench_all
 from gpu_exact import EXACT, bench_exact, exact_child, exact_report
-from gpu_frequency import METHODS, bench_frequency, frequency_report
-from gpu_merge import Entry, add_origins, earlier, has_failed, merge
+from gpu_frequency import MODELS_S, bench_frequency, frequency_report
+from gpu_merge import Entry, add_origins, earlier, has_failed, is_there, merge
 from gpu_models import CASES
 from gpu_paced import bench_paced, paced_report
 from gpu_recovery import MODELS, bench_recovery, recovery_report
+from gpu_scaling import STATES, bench_scaling, scaling_report
+from gpu_turnstiles import bench_turnstiles, turnstiles_report
 from gpu_utilisation import bench_utilisation, draw_utilisation, utilisation_report
+from gpu_ways import METHODS
 
 HERE = Path(__file__).parent
 STAND_INS = HERE.parent / "build" / "gpu-stand-ins"  # numbers of a CPU are nobody's results
+
+
+Plan = dict[str, list[str]]  # models, and the methods of each if the part has any
 
 
 @dataclass
@@ -45,8 +54,9 @@ class Part:
     """One table or some, over models. `bench` gives the entry of a model as often as it has grown."""
 
     names: tuple[str, ...]
-    bench: Callable[[list[str], Path, argparse.Namespace], Iterator[tuple[str, Entry]]]
+    bench: Callable[[Plan, Path, argparse.Namespace], Iterator[tuple[str, Entry]]]
     report: Callable[[Report, dict[str, Entry]], None]
+    has_methods: bool = False
     others: tuple[str, ...] = ()  # models that it takes only if they are named
     draw: Callable[[dict[str, Entry], Path], None] | None = None
 
@@ -58,37 +68,56 @@ def _methods(given: argparse.Namespace) -> list[str]:
     return methods
 
 
-def _frequency(names: list[str], scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
-    return bench_frequency(names, _methods(given), scratch, longest_s=given.longest, deadline=given.deadline)
-
-
-def _utilisation(names: list[str], scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
-    return bench_utilisation(names, _methods(given), scratch, deadline=given.deadline)
+def _frequency(plan: Plan, scratch: Path, given: argparse.Namespace) -> Iterator[tuple[str, Entry]]:
+    return bench_frequency(
+        plan, scratch, longest_s=given.longest, deadline=given.deadline, spares=not given.method
+    )  # fmt: skip
 
 
 PARTS = {
-    "frequency": Part(CASES, _frequency, frequency_report),
+    "frequency": Part(tuple(MODELS_S), _frequency, frequency_report, has_methods=True),
+    "scaling": Part(
+        tuple(STATES), lambda plan, scratch, given: bench_scaling(list(plan), scratch, given.deadline), scaling_report
+    ),
     "recovery": Part(
-        MODELS, lambda names, scratch, given: bench_recovery(names, scratch, given.deadline), recovery_report
+        MODELS, lambda plan, scratch, given: bench_recovery(list(plan), scratch, given.deadline), recovery_report
     ),
     "utilisation": Part(
-        ("gpt2",), _utilisation, utilisation_report,
-        others=tuple(name for name in CASES if name != "gpt2"), draw=draw_utilisation,
+        ("gpt2",), lambda plan, scratch, given: bench_utilisation(plan, scratch, deadline=given.deadline),
+        utilisation_report, has_methods=True, others=tuple(name for name in CASES if name != "gpt2"),
+        draw=draw_utilisation,
     ),
     "paced": Part(
-        ("gpt2",), lambda names, scratch, given: bench_paced(names, scratch, given.deadline), paced_report
+        ("gpt2",), lambda plan, scratch, given: bench_paced(list(plan), scratch, given.deadline), paced_report
     ),
-    "exact": Part(EXACT, lambda names, scratch, given: bench_exact(names, scratch), exact_report),
+    "exact": Part(EXACT, lambda plan, scratch, given: bench_exact(list(plan), scratch), exact_report),
+    "turnstiles": Part(
+        ("bert",), lambda plan, scratch, given: bench_turnstiles(list(plan), scratch, given.deadline),
+        turnstiles_report, others=tuple(name for name in CASES if name != "bert"),
+    ),
 }  # fmt: skip
+ALL = tuple(name for name in PARTS if name != "turnstiles")  # which compares what Everstep does not do
+
+
+def missing(name: str, given: argparse.Namespace) -> Plan:
+    """What is to be measured: all that the part has of what was asked for, less what is there since a given date."""
+    part = PARTS[name]
+    known = (*part.names, *part.others)
+    chosen = [model for model in known if model in given.only.split(",")] if given.only else list(part.names)
+    methods = _methods(given) if part.has_methods else [""]
+    old = earlier(given.out, name)
+    plan = {m: [one for one in methods if not is_there(old.get(m, {}), given.since, one)] for m in chosen}
+    return {model: left for model, left in plan.items() if left}
 
 
 def run_part(name: str, given: argparse.Namespace) -> bool:
     """Whether no model failed. The report is saved whenever a model has more to say."""
-    part = PARTS[name]
-    known = (*part.names, *part.others)
-    chosen = [model for model in known if model in given.only.split(",")] if given.only else list(part.names)
-    if not chosen:
-        raise SystemExit(f"{name} has no model among {given.only}; it has {', '.join(known)}")
+    part, plan = PARTS[name], missing(name, given)
+    if not plan and not given.since:
+        raise SystemExit(f"{name} has no model among {given.only}; it has {', '.join((*part.names, *part.others))}")
+    if not plan:
+        print(f"{name}: all of it was found well since {given.since}")
+        return True
     words = [f"--{option} {value!r}" for option in ("only", "method") if (value := getattr(given, option))]
     command = " ".join(["python bench/gpu.py", name, *words])
     here = machine()
@@ -97,7 +126,7 @@ def run_part(name: str, given: argparse.Namespace) -> bool:
     old = earlier(given.out, name)
     models, failed = dict(old), set()
     with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=given.scratch, ignore_cleanup_errors=True) as folder:
-        for model, entry in part.bench(chosen, Path(folder), given):
+        for model, entry in part.bench(plan, Path(folder), given):
             before = models if "error" in entry else old  # what was found until it failed stays
             models[model] = merge(before.get(model, {}), entry, made)
             failed |= {model} if has_failed(entry) else set()
@@ -128,13 +157,14 @@ def write_again(name: str, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[*PARTS, "all"])
+    parser.add_argument("part", nargs="+", choices=[*PARTS, "all"])
     parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}")
     parser.add_argument(
         "--method", default="", help="frequency, utilisation: how names of methods begin, with ; between"
     )
     parser.add_argument("--longest", type=float, default=6.0, help="frequency: seconds of training between two saves")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no new measurement begins")
+    parser.add_argument("--since", default="", help="a date as in the tables, or a day: what is there since then stays")
     parser.add_argument("--out", type=Path, default=None, help="where tables are, and where those of earlier calls lie")
     parser.add_argument("--scratch", type=Path, default=None, help="a directory on the disk to write to")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: stand-ins for the models")
@@ -149,15 +179,16 @@ def main() -> None:
         torch.set_num_threads(1)
     given.out = given.out or (HERE / "results" if given.device == "cuda" else STAND_INS)
     given.deadline = time.monotonic() + given.budget
+    parts = [name for name in PARTS if name in given.part or ("all" in given.part and name in ALL)]
     if given.tables:
-        for name in PARTS if given.part == "all" else [given.part]:
+        for name in PARTS if "all" in given.part else parts:
             write_again(name, given.out)
     elif given.exact_child:
         exact_child(given.exact_child, given.scratch, given.kill)
-    elif given.part == "all":
-        sys.exit(0 if bench_all(list(PARTS), given) else 1)
+    elif "all" in given.part or len(parts) > 1:
+        sys.exit(0 if bench_all(parts, given, missing) else 1)
     else:
-        sys.exit(0 if run_part(given.part, given) else 1)
+        sys.exit(0 if run_part(parts[0], given) else 1)
 
 
 if __name__ == "__main__":

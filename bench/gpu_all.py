@@ -1,54 +1,125 @@
 """All parts of bench/gpu.py, each in a process of its own: a device that one has broken is whole for the next.
 
-The order is that of their length; `frequency` comes last and has whatever time is left.
+What was measured least comes first. Each unit has a time after which it begins nothing new, and a little later it is
+ended, with all that it has started.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import Report, Table, machine
+from gpu_frequency import GRACE_S, MODELS_S
+from gpu_methods import SHM, UNIT
+from peers import until_freed
 
-LIMITS_S = {"exact": 120.0, "paced": 240.0, "utilisation": 180.0, "recovery": 420.0}
-START_S = 30.0  # for a process to begin, and for the last of its measurements to end
+from everstep.capture.host import arena_root
+
+END_S = GRACE_S + 25.0  # that a unit may take longer than its time: for the last of its measurements, and to clean up
+LEAST_S = 20.0  # nothing is begun with less
+KEEPER = "everstep.keeper.process"
+WELL, THERE = "well", "is there already"
 
 
-def bench_all(parts: list[str], given: argparse.Namespace) -> bool:
+@dataclass(frozen=True)
+class Unit:
+    part: str
+    limit_s: float
+    only: tuple[str, ...] = ()  # of its models; none: all
+
+
+UNITS = (
+    Unit("turnstiles", 150.0),
+    Unit("frequency", MODELS_S["gpt2-xl"], ("gpt2-xl",)),
+    Unit("frequency", 600.0, tuple(name for name in MODELS_S if name != "gpt2-xl")),
+    Unit("scaling", 150.0),
+    Unit("recovery", 360.0),
+    Unit("utilisation", 170.0),
+    Unit("exact", 90.0),
+    Unit("paced", 100.0),
+)
+
+
+def bench_all(
+    parts: list[str], given: argparse.Namespace, missing: Callable[[str, argparse.Namespace], dict[str, list[str]]]
+) -> bool:
     """Whether all went well. What a part has found is saved by itself; this writes down how each ended."""
-    table = Table("All parts", ["part", "seconds", "ended"])
-    report = Report("Everstep on one GPU: all parts", "python bench/gpu.py all", machine(), [table])
-    for part in sorted(parts, key=lambda part: LIMITS_S.get(part, float("inf"))):
-        left_s = given.deadline - time.monotonic()
-        limit_s = min(LIMITS_S.get(part, left_s), left_s)
-        began = time.monotonic()
-        outcome = _ended(part, limit_s, given) if limit_s > START_S else "no time was left"
-        table.rows.append([part, f"{time.monotonic() - began:.0f}", outcome])
-        print(f"-- {part}: {outcome}", flush=True)
+    table = Table("All parts", ["part", "models", "seconds", "ended"])
+    report = Report("Everstep on one GPU: all parts", f"python bench/gpu.py {' '.join(given.part)}", machine(), [table])
+    wanted = set(given.only.split(",")) if given.only else set()
+    for unit in (unit for unit in UNITS if unit.part in parts):
+        ours = copy.copy(given)
+        ours.only = ",".join(name for name in unit.only if not wanted or name in wanted) if unit.only else given.only
+        if unit.only and not ours.only:
+            continue
+        left_s, began = given.deadline - time.monotonic(), time.monotonic()
+        if not missing(unit.part, argparse.Namespace(**{**vars(ours), "since": ""})):
+            continue  # it has none of the models that were asked for
+        models = missing(unit.part, ours)
+        if not models:
+            outcome = THERE
+        elif left_s < LEAST_S:
+            outcome = "no time was left"
+        else:
+            outcome = _ended(unit.part, min(unit.limit_s, left_s), ours)
+        table.rows.append([unit.part, ", ".join(models) or "-", f"{time.monotonic() - began:.0f}", outcome])
+        print(f"-- {' '.join(table.rows[-1])}; {given.deadline - time.monotonic():.0f} s are left", flush=True)
         report.save(given.out, "gpu-all")
-    print(report.markdown())
-    return all(row[2] == "well" for row in table.rows)
+    print(report.markdown(), flush=True)
+    return all(row[3] in (WELL, THERE) for row in table.rows)
 
 
 def _ended(part: str, limit_s: float, given: argparse.Namespace) -> str:
-    words = [part, "--budget", str(limit_s - START_S), "--out", str(given.out), "--device", given.device]
-    words += ["--longest", str(given.longest), "--only", given.only]
-    words += ["--scratch", str(given.scratch)] if given.scratch is not None else []
+    """How a unit did."""
+    token = secrets.token_hex(4)
+    scratch = Path(tempfile.mkdtemp(prefix=f"everstep-bench-{token}-", dir=given.scratch))
+    words = [part, "--budget", f"{limit_s:.0f}", "--out", str(given.out), "--device", given.device]
+    words += ["--longest", str(given.longest), "--scratch", str(scratch)]
+    for option in ("only", "method", "since"):
+        words += [f"--{option}", getattr(given, option)] if getattr(given, option) else []
     print(f"-- python bench/gpu.py {' '.join(words)}", flush=True)
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("gpu.py")), *words], start_new_session=True
+        [sys.executable, "-u", str(Path(__file__).with_name("gpu.py")), *words], start_new_session=True,
+        env={**os.environ, UNIT: token},
     )  # fmt: skip
     try:
-        code = process.wait(timeout=limit_s + 2 * START_S)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        return f"was ended after {limit_s + 2 * START_S:.0f} s; what it had found is saved"
-    return "well" if code == 0 else f"with exit code {code}: see the table of what failed, or its traceback"
+        code = process.wait(timeout=limit_s + END_S)
+        return WELL if code == 0 else f"with exit code {code}: see the table of what failed, or its traceback"
+    except subprocess.TimeoutExpired:
+        return f"was ended after {limit_s + END_S:.0f} s; what it had found is saved"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        end_unit(token)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def end_unit(token: str) -> None:
+    """Whatever a unit has left: processes that have its token in their environment, and memory that bears it."""
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{UNIT}={token}".encode() not in (place / "environ").read_bytes().split(b"\0"):
+                continue
+            words = (place / "cmdline").read_text().split("\0")
+            os.kill(int(place.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended, or is somebody else's
+        until_freed(int(place.name))
+        for run in words[words.index(KEEPER) + 1 :][:1] if KEEPER in words else []:
+            for root in arena_root(None).parent.glob(f"{arena_root(None).name}*"):  # of every node
+                shutil.rmtree(root / run, ignore_errors=True)
+    for folder in SHM.glob(f"everstep-bench-{token}-*"):
+        shutil.rmtree(folder, ignore_errors=True)

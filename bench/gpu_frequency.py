@@ -7,8 +7,6 @@ of them where the cost of one save says that it should be, until one is good and
 from __future__ import annotations
 
 import mmap
-import shutil
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,16 +19,25 @@ from typing import Any
 import gpu_models
 import torch
 from common import MB, Report, Stat, Table, Target
-from gpu_merge import each, one_line
-from gpu_methods import CHAIN_S, IN_MEMORY, OTHERS, OURS, RING_S, DenseLog, Everstep, Kept, Method, Replica, TopKLog
-from gpu_models import CASES, Case, let_go, link_bytes_s, make_case
+from gpu_merge import LEFT_OUT, each, one_line
+from gpu_methods import IN_MEMORY, RING_S, DenseLog, Everstep, Kept, Method, Replica, TopKLog
+from gpu_models import CASES, let_go, link_bytes_s, make_case
+from gpu_ways import METHODS, SPARED, Overrun, Ways, limited, step_seconds, why_left_out
 from peers import raw_write
 
 MOST = 0.05  # of the time, that a method may cost
-BLOCK_S, PAIRS = 0.5, 3  # of blocks with and without
+BLOCK_S, PLAIN_S, PAIRS = 0.4, 0.3, 3  # of blocks with and without
+PAIRED_S = 1.5  # a block that has to be longer than this is the only one
 RUNS = 6  # of one method on one model, at most
-CELL_S, LARGE_CELL_S = 10.0, 40.0  # after which a method gets no further run on a model,
+CELL_S, LARGE_CELL_S = 10.0, 20.0  # of runs, after which a method gets no further one on a model,
 LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
+# What was measured least comes first. Each has its time, and what it leaves of that is left to the others.
+MODELS_S = {
+    "gpt2-xl": 320.0, "bert": 150.0, "gpt2": 120.0, "resnet18": 75.0, "vgg16": 75.0, "inception": 75.0, "alexnet": 75.0
+}  # fmt: skip
+GRACE_S = 20.0  # that the last method of a model may take longer, before it is ended
+# Of a large model, as much as its time is enough for; who writes comes before who does not, since removing takes long.
+LARGE_ORDER = ("Everstep, dense", "Everstep, host", "Everstep, log", "Everstep, device", "Everstep, disk", "torch.save")
 CLOSE = 0.8  # a fifth shorter than the shortest that is good is not looked for
 LIGHTCHECK = {
     "resnet18": 1,
@@ -40,7 +47,6 @@ LIGHTCHECK = {
     "gpt2": 6,
     "bert": 10,
 }  # V100, Optane; published
-METHODS = {method.name: method for method in (*OURS, *OTHERS)}
 FIXED = (DenseLog, TopKLog, Replica)  # a chain has no gaps: there is no other interval
 
 
@@ -91,7 +97,7 @@ def measure(way: Method, interval: int, step_s: float) -> Run:
     """Blocks with and without. One save that takes longer than a block is a block of its own, and the only one."""
     run = Run(interval)
     way.begin(interval)
-    plain_steps = max(3, min(60, round(BLOCK_S / step_s)))
+    plain_steps = max(3, min(60, round(PLAIN_S / step_s)))
 
     def kept(steps: int) -> float:
         seconds = way.block(steps)
@@ -100,14 +106,14 @@ def measure(way: Method, interval: int, step_s: float) -> Run:
         return seconds
 
     least, period_s = ceil(3 / interval), interval * step_s  # one step does not show what overlaps with the next
-    if way.is_reusable:  # whoever is asked to save at a step does that, however long it takes
+    if way.saves_when_told:
         least, period_s = 1, interval * kept(interval)
     if run.kept_s and period_s >= 2 * BLOCK_S:
         run.plain_s.append(way.plain(plain_steps))
     else:
         run.kept_s, run.unsynced_s = [], []  # it was to learn how long one takes
         steps = interval * max(least, min(60, round(BLOCK_S / period_s)), round(way.least_s / period_s))
-        for pair in range(PAIRS if period_s < 2 * BLOCK_S and way.least_s <= CHAIN_S else 1):
+        for pair in range(PAIRS if period_s < 2 * BLOCK_S and way.least_s <= PAIRED_S else 1):
             for is_kept in (pair % 2 == 0, pair % 2 == 1):
                 if is_kept:
                     kept(steps)
@@ -115,31 +121,6 @@ def measure(way: Method, interval: int, step_s: float) -> Run:
                     run.plain_s.append(way.plain(plain_steps))
     run.kept = asdict(way.result())
     return run
-
-
-class Ways:
-    """One method on one model: a new object for each interval, if it has to be."""
-
-    def __init__(self, case: Case, method: type[Method], scratch: Path) -> None:
-        self.method, self._case, self._scratch = method, case, scratch
-        self._way: Method | None = None
-        self._root: Path | None = None
-
-    def at(self, interval: int) -> Method:
-        if self._way is None or not self._way.is_reusable:
-            self.close()
-            self._root = Path(tempfile.mkdtemp(prefix="everstep-bench-", dir=self._scratch))
-            self._way = self.method(self._case, self._root, interval)
-        return self._way
-
-    def close(self) -> None:
-        way, self._way = self._way, None
-        try:
-            if way is not None:
-                way.close()
-        finally:
-            if self._root is not None:
-                shutil.rmtree(self._root, ignore_errors=True)
 
 
 def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Cell:
@@ -150,9 +131,12 @@ def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Ce
     began = time.monotonic()
     while len(cell.runs) < RUNS:
         before = time.monotonic()
-        run = measure(ways.at(interval), interval, step_s)
+        way = ways.at(interval)
+        made_s = time.monotonic() - before
+        began += made_s  # its time is that of runs
+        run = measure(way, interval, step_s)
         cell.runs.append(run)
-        took_s = time.monotonic() - before
+        took_s = time.monotonic() - before - (made_s if way.goes_on(interval) else 0.0)
         cost = run.overhead(durable=False).median
         if cost <= MOST:
             good = interval
@@ -176,13 +160,9 @@ def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Ce
 
 
 def bench_frequency(
-    names: list[str], methods: list[str], scratch: Path, *, longest_s: float, deadline: float
+    plan: dict[str, list[str]], scratch: Path, *, longest_s: float, deadline: float, spares: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Each model's entry again and again, as it grows by one method after another."""
-
-    def check_time(what: str) -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no time was left for {what}")
+    """Each model's entry again and again, as it grows by one method after another. `spares`: time, on large ones."""
 
     on_device = gpu_models.DEVICE == "cuda"
     limits = {"link_bytes_s": link_bytes_s() if on_device else 0.0}
@@ -190,30 +170,49 @@ def bench_frequency(
     print(f"link {limits['link_bytes_s'] / 1e9:.1f} GB/s, disk {limits['disk_bytes_s'] / 1e9:.2f} GB/s", flush=True)
 
     def one(name: str) -> Iterator[dict[str, Any]]:
-        check_time(name)
+        if time.monotonic() > deadline:
+            raise TimeoutError("no time was left for it")
+        end = min(deadline, time.monotonic() + MODELS_S[name])
         case = make_case(name)
         torch.backends.cudnn.benchmark = True
         step_s = step_seconds(case)
         entry: dict[str, Any] = {"title": case.title, "step_s": step_s, **limits, "cells": {}}
         cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * longest_s)
-        for method in methods:
-            check_time(f"{method} and what comes after it")
+        for method in ordered(name, plan[name]):
             began = time.monotonic()
-            cell = _tried(Ways(case, METHODS[method], scratch), step_s, longest_s, cell_s)
+            if began > end:
+                raise TimeoutError(f"no time was left for {method} and what comes after it")
+            reason = why_left_out(case, METHODS[method], scratch)
+            if spares and method in SPARED.get(name, {}):
+                reason = LEFT_OUT + SPARED[name][method]
+            if reason:
+                cell = Cell(error=reason)
+            else:
+                with limited(end + GRACE_S - began):
+                    cell = _tried(Ways(case, METHODS[method], scratch), step_s, longest_s, cell_s)
             cell.took_s = time.monotonic() - began
             entry["cells"][method] = asdict(cell)
             print(f"{case.title:34} {method:34} {cell.took_s:5.1f} s  {_line(cell)}", flush=True)
             yield entry
             let_go()
 
-    for name in names:
+    for name in plan:
         yield from each(name, one)
         let_go()
+    Ways.until_removed()
+
+
+def ordered(name: str, methods: list[str]) -> list[str]:
+    """Of a large model those that matter most come first."""
+    places = {word: at for at, word in enumerate(LARGE_ORDER if name in LARGE else ())}
+    return sorted(methods, key=lambda m: min((at for w, at in places.items() if m.startswith(w)), default=len(places)))
 
 
 def _tried(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Cell:
     try:
         return bench_cell(ways, step_s, longest_s, cell_s)
+    except Overrun:
+        raise
     except Exception as error:
         traceback.print_exc()
         return Cell(error=one_line(error))
@@ -225,23 +224,10 @@ def _tried(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Cell:
 def _disk_bytes_s(scratch: Path, size: int) -> float:
     data = memoryview(mmap.mmap(-1, size))
     rates = []
-    for at in range(3):
+    for at in range(2):
         rates.append(size / raw_write(scratch / f"raw-{at}", data))
         (scratch / f"raw-{at}").unlink()
     return max(rates)
-
-
-def step_seconds(case: Case) -> float:
-    for _ in range(5):
-        case.step()
-    gpu_models.sync()
-    began = time.perf_counter()
-    for _ in range(8):
-        case.step()
-    gpu_models.sync()
-    step_s = (time.perf_counter() - began) / 8
-    case.lead = max(1, min(3, ceil(0.1 / step_s)))
-    return step_s
 
 
 def _line(cell: Cell) -> str:

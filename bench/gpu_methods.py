@@ -1,4 +1,4 @@
-"""The ways to keep a training loop on one device, behind one face: Everstep's own, and those of others.
+"""The ways to keep a training loop on one device, behind one face: Everstep's own. Those of others: gpu_peers.py.
 
 A method keeps every `interval`-th step. A block of its steps is timed by `block`, which ends as the next one of its
 kind would begin: whoever has one save in flight has waited for it by then.
@@ -6,6 +6,7 @@ kind would begin: whoever has one save in flight has waited for it by then.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -18,18 +19,30 @@ import gpu_models
 import torch
 from common import timed
 from gpu_models import Case
-from log_peers import CheckFreq, TorchSave
+from log_peers import tensors_of
 from log_turns import end_watch, hooks_now, hooks_of, nothing, troubles
-from peers import DcpAsync, DcpStaged, Saver, empty, end_keeper
-from torch import Tensor
+from peers import end_keeper
 
 import everstep
+from everstep.cadence import Every
 from everstep.events import Degraded, Persisted, Skipped, read_events
 from everstep.keeper.pace import OUTPACED
 
 FIRST_BASE_S = 90.0  # for the largest state on a slow disk
 RING_S = 30.0  # for the records of the last steps to be written
-CHAIN_S = 1.5  # of a block of whole gradients: longer than the ring of most models
+CHAIN_S = 1.0  # of a block of whole gradients: longer than the ring of most models
+WARM_STEPS, WARM_RECORDS = 8, 5  # before anything is timed: of most, and where a record takes the disk a while
+LARGE_RECORD_BYTES = 10**9
+LARGE_STATE_BYTES = 10**10  # of which three slots take longer than all that is timed, and more than most machines have
+SHM = Path("/dev/shm")
+
+
+UNIT = "EVERSTEP_BENCH_UNIT"  # in the environment of all that one call of bench/gpu.py starts
+
+
+def folder_prefix() -> str:
+    """So that whoever has to end a call knows what it leaves in shared memory."""
+    return f"everstep-bench-{os.environ.get(UNIT, '')}-"
 
 
 @dataclass
@@ -50,7 +63,8 @@ class Method:
 
     name = ""
     overlaps = True  # whether training goes on while one is saved
-    is_reusable = True  # whether one object may keep a loop at several intervals, one after another
+    saves_when_told = True  # at every step that it is asked for, however long that takes
+    stays_in_memory = False  # nothing of it is written but what it begins with
     sync_s = 0.0
     least_s = 0.0  # of a block, to see more than one step that is kept
 
@@ -61,6 +75,15 @@ class Method:
     def begin(self, interval: int) -> None:
         """Whatever comes now is counted for this interval."""
         self.interval, self.found = interval, Kept()
+
+    def goes_on(self, interval: int) -> bool:
+        """Whether the same object can keep the loop at another interval from now on."""
+        return True
+
+    @classmethod
+    def needs(cls, state: int, gradient: int, slots: int) -> tuple[float, float]:
+        """Bytes of memory and of disk, about: others have a copy of the state, and the file before the newest."""
+        return 1.1 * state, 2.1 * state
 
     def block(self, steps: int) -> float:
         """Seconds a step, of so many that are kept as the method does it."""
@@ -76,6 +99,16 @@ class Method:
 
     def close(self) -> None:
         """Let go of everything."""
+
+
+def state_bytes(case: Case) -> int:
+    """Once the optimizer has stepped."""
+    return sum(tensor.nbytes for tensor in tensors_of(case.model, case.optimizer))
+
+
+def slots_for(state: int) -> int | None:
+    """None: as many as Everstep takes by itself."""
+    return 2 if state >= LARGE_STATE_BYTES else None
 
 
 def timed_steps(
@@ -114,27 +147,52 @@ def timed_steps(
 class Everstep(Method):
     """In one of its modes or strategies."""
 
-    is_reusable = False
+    saves_when_told = False
     options: ClassVar[dict[str, Any]] = {"strategy": "snapshot"}
     every: int | str = "1h"  # how often the keeper writes a base
 
     def __init__(self, case: Case, root: Path, interval: int) -> None:
         super().__init__(case, root, interval)
         self._not_ours = hooks_now(case.optimizer)
+        self._slots = slots_for(state_bytes(case))
         self.run = everstep.guard(
             case.model, case.optimizer, dir=root / "run", lose_at_most=interval, linger="1s", keep=1,
             tiers=[*self.memory(), everstep.Disk(every=self.every)], **self.options,
         )  # fmt: skip
-        self._kept: set[int] = set()
-        self._behind = 0  # steps, at most
-        for _ in range(max(8, 3 * interval)):  # the first captures make arenas, try optimizers and are watched
-            case.step()
+        try:
+            self._warm_up()
+        except BaseException:  # nobody has it yet who would close it
+            self.close()
+            raise
+
+    def _warm_up(self) -> None:
+        """The first captures make arenas, try optimizers and are watched."""
+        recorder = self.run._keeping.recorder
+        for at in range(max(WARM_STEPS, 3 * self.interval)):
+            self.case.step()
             self.run.done()
+            if at + 1 == WARM_RECORDS and recorder is not None and recorder.record_bytes >= LARGE_RECORD_BYTES:
+                break  # all of them have to be written before anything is timed
         self._until_a_base_is_written()
         end_watch(self.run)
 
+    def begin(self, interval: int) -> None:
+        super().begin(interval)
+        self._kept: set[int] = set()
+        self._behind = 0  # steps, at most
+
+    def goes_on(self, interval: int) -> bool:
+        """Bases in memory are taken when they are due, and nothing else depends on that."""
+        if self.stays_in_memory:
+            object.__setattr__(self.run.settings, "capture", Every(steps=interval))
+        return self.stays_in_memory
+
+    @classmethod
+    def needs(cls, state: int, gradient: int, slots: int) -> tuple[float, float]:
+        return slots * state, 1.1 * state
+
     def memory(self) -> list[Any]:
-        return []
+        return [everstep.Memory(slots=self._slots)] if self._slots else []
 
     def _until_a_base_is_written(self) -> None:
         """The keeper begins with one, and writes no other unasked: asking for the newest step would write two.
@@ -184,7 +242,6 @@ class Everstep(Method):
         if recorder is not None and not self._is_outpaced():
             self.run.wait("durable", timeout=RING_S)  # of what the ring still holds
         durable_step = self.run.status()["durable_step"]
-        self.close()
         events = read_events(self.root / "run")
         skipped = {event.step for event in events if isinstance(event, Skipped)}
         kept = self._kept - skipped
@@ -203,6 +260,8 @@ class Everstep(Method):
         found.troubles = troubles(self.root / "run")
         if recorder is not None:
             found.troubles.append(f"at the end of a block up to {self._behind} steps were not on the disk")
+        if self._slots:
+            found.troubles.append(f"with Memory(slots={self._slots})")
         return found
 
     def _is_outpaced(self) -> bool:
@@ -217,10 +276,12 @@ class Everstep(Method):
 
 class Host(Everstep):
     name = "Everstep, host"
+    stays_in_memory = True
 
 
 class Device(Everstep):
     name = "Everstep, device"
+    stays_in_memory = True
     options: ClassVar = {"strategy": "snapshot", "mode": "device"}
 
 
@@ -228,11 +289,12 @@ class Direct(Everstep):
     """A folder in shared memory stands for persistent memory."""
 
     name = "Everstep, direct"
+    stays_in_memory = True
     options: ClassVar = {"strategy": "snapshot", "mode": "direct"}
 
     def memory(self) -> list[Any]:
-        self._path = tempfile.mkdtemp(prefix="everstep-bench-", dir="/dev/shm")
-        return [everstep.Memory(path=self._path)]
+        self._path = tempfile.mkdtemp(prefix=folder_prefix(), dir=SHM)
+        return [everstep.Memory(path=self._path, slots=self._slots)]
 
     def close(self) -> None:
         super().close()
@@ -246,9 +308,13 @@ class OnDisk(Everstep):
     options: ClassVar = {"strategy": "snapshot", "mode": "disk"}
     every = 1
 
+    @classmethod
+    def needs(cls, state: int, gradient: int, slots: int) -> tuple[float, float]:
+        return slots * state, 2.1 * state
+
     @property
     def least_s(self) -> float:  # type: ignore[override]
-        return 2.2 * self.run._keeper.base_write_s
+        return (2.2 if not self._slots else 1.2) * self.run._keeper.base_write_s  # two, or of a large state one
 
 
 class DenseLog(Everstep):
@@ -257,6 +323,10 @@ class DenseLog(Everstep):
     name = "Everstep, dense log"
     options: ClassVar = {"strategy": "log", "mode": "device"}
     least_s = CHAIN_S
+
+    @classmethod
+    def needs(cls, state: int, gradient: int, slots: int) -> tuple[float, float]:
+        return slots * state + 4 * gradient, state + 5 * gradient  # its shortest ring, and what is in it at first
 
 
 class TopKLog(Everstep):
@@ -268,11 +338,20 @@ class TopKLog(Everstep):
         self.options = {"strategy": "log", "compress": everstep.compress.TopK(0.01)}  # type: ignore[misc]
         super().__init__(case, root, interval)
 
+    @classmethod
+    def needs(cls, state: int, gradient: int, slots: int) -> tuple[float, float]:
+        whole = state + gradient  # residuals are in every base, and the ring is as large as a base
+        return (slots + 1) * whole + 3 * gradient, whole + 3 * gradient
+
 
 class Replica(Everstep):
     name = "Everstep, replica"
     options: ClassVar = {"strategy": "replica"}
     least_s = CHAIN_S
+
+    @classmethod
+    def needs(cls, state: int, gradient: int, slots: int) -> tuple[float, float]:
+        return (slots + 2) * state + 4 * gradient, state + 5 * gradient
 
     def result(self) -> Kept:
         where: Any = self.run.status()["replica"]
@@ -282,148 +361,5 @@ class Replica(Everstep):
         return replace(found, troubles=[*found.troubles, f"{where['behind']} steps behind" if where else "no replica"])
 
 
-# -- others
-
-
-class Peer(Method):
-    """Whoever saves when it is told to: every `interval` steps, one in flight."""
-
-    def save(self) -> None:
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Until nothing is in flight."""
-
-    def gate(self, *_: object) -> None:
-        """What the next update waits for."""
-
-    def block(self, steps: int) -> float:
-        at = 0
-
-        def before() -> None:
-            nonlocal at
-            if at % self.interval == 0:
-                self.finish()
-                with timed() as call:
-                    self.save()
-                self.found.done_s.append(call.seconds)
-                self.found.kept += 1
-            at += 1
-
-        handle = self.case.optimizer.register_step_pre_hook(self.gate)
-        try:
-            seconds = timed_steps(self.case, steps, before=before, end=self.finish)
-        finally:
-            handle.remove()
-        self.found.steps += steps
-        return seconds
-
-    def bytes(self) -> int:
-        """Of one save."""
-        raise NotImplementedError
-
-    def result(self) -> Kept:
-        size = self.bytes()
-        return replace(self.found, durable=self.found.kept, bytes_moved=size, bytes_written=size)
-
-    def close(self) -> None:
-        self.finish()
-
-
-class CheckFreqs(Peer):
-    name = "CheckFreq's method"
-
-    def __init__(self, case: Case, root: Path, interval: int) -> None:
-        super().__init__(case, root, interval)
-        self._peer = CheckFreq(case.model, case.optimizer, root)
-        self.gate = self._peer.gate  # type: ignore[method-assign]
-        self._peer.done()  # pinned memory is made once
-        self._peer.settle()
-
-    def save(self) -> None:
-        self._peer.done()
-
-    def finish(self) -> None:
-        self._peer.settle()
-
-    def bytes(self) -> int:
-        return self._peer.bytes
-
-
-class TorchSaves(Peer):
-    name = "torch.save"
-    overlaps = False
-
-    def __init__(self, case: Case, root: Path, interval: int) -> None:
-        super().__init__(case, root, interval)
-        self._peer = TorchSave(case.model, case.optimizer, root)
-
-    def save(self) -> None:
-        self._peer.done()
-
-    def block(self, steps: int) -> float:
-        before = self._peer.sync_s
-        seconds = super().block(steps)
-        self.sync_s = (self._peer.sync_s - before) / steps
-        return seconds
-
-    def bytes(self) -> int:
-        return self._peer.bytes
-
-
-class Whole:
-    """The state as the peers are given it: every tensor, flat."""
-
-    def __init__(self, case: Case) -> None:
-        self._case, self.optimizer = case, case.optimizer
-
-    def state(self) -> dict[str, Tensor]:
-        found = {f"model.{name}": tensor for name, tensor in self._case.model.state_dict().items()}
-        for at, values in enumerate(self.optimizer.state.values()):
-            found |= {f"optimizer.{at}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
-        return found
-
-
-class Dcp(Peer):
-    """As users call it: the next save waits for the last upload."""
-
-    name = "DCP async_save"
-    saver: type[Saver] = DcpAsync
-
-    def __init__(self, case: Case, root: Path, interval: int) -> None:
-        super().__init__(case, root, interval)
-        self._peer = self.saver(Whole(case), root)  # type: ignore[arg-type]
-        self._where: Path | None = None
-        self._saves = 0
-        self.save()  # what it makes only once
-        self.finish()
-
-    def save(self) -> None:
-        self._saves += 1
-        self._where = empty(self.root / f"dcp-{self._saves % 2}")  # the one before stays
-        self._peer.save(self._where)
-
-    def gate(self, *_: object) -> None:
-        self._peer.gate()
-
-    def finish(self) -> None:
-        if self._where is not None:
-            self._peer.durable(self._where)  # DCP syncs its files; the folder is a moment's work
-            self._where = None
-
-    def bytes(self) -> int:
-        return sum(path.stat().st_size for path in (self.root / "dcp-1").rglob("*"))
-
-    def close(self) -> None:
-        self.finish()
-        self._peer.close()
-
-
-class DcpTuned(Dcp):
-    name = "DCP async_save, pinned and staged"
-    saver = DcpStaged
-
-
 OURS: tuple[type[Method], ...] = (Host, Device, Direct, OnDisk, DenseLog, TopKLog, Replica)
 IN_MEMORY = (Host, Device, Direct)  # of ours: a step is on the disk only if it is a base
-OTHERS: tuple[type[Method], ...] = (CheckFreqs, DcpTuned, Dcp, TorchSaves)

@@ -111,26 +111,29 @@ def make_case(name: str, *, light: bool = False) -> Case:
         return _transformer(name, *((1, 64) if light else BATCHES[name]))
     import torchvision.models as vision
 
-    match name:
-        case "resnet18":
-            return _vision("ResNet-18, SGD momentum, 256", vision.resnet18(), 256, 224)
-        case "vgg16":
-            return _vision("VGG-16, SGD momentum, 128", vision.vgg16(init_weights=False), 128, 224)
-        case "inception":
-            model = vision.inception_v3(aux_logits=False, init_weights=False)
-            return _vision("Inception-V3, SGD momentum, 128", model, 128, 299)
-        case "alexnet":
-            return _vision("AlexNet, SGD momentum, 1024", vision.alexnet(), 1024, 224)
+    with torch.device(DEVICE):
+        match name:
+            case "resnet18":
+                return _vision("ResNet-18, SGD momentum, 256", vision.resnet18(), 256, 224)
+            case "vgg16":
+                return _vision("VGG-16, SGD momentum, 128", vision.vgg16(init_weights=False), 128, 224)
+            case "inception":
+                model = vision.inception_v3(aux_logits=False, init_weights=False)
+                return _vision("Inception-V3, SGD momentum, 128", model, 128, 299)
+            case "alexnet":
+                return _vision("AlexNet, SGD momentum, 1024", vision.alexnet(), 1024, 224)
     raise ValueError(f"no model is called {name}")
 
 
 CASES = ("resnet18", "vgg16", "inception", "alexnet", "gpt2", "bert", "gpt2-xl")
 
 
-def link_bytes_s() -> float:
-    """Device to pinned host memory, as fast as it goes."""
+def link_bytes_s(*, back: bool = False) -> float:
+    """Device to pinned host memory, as fast as it goes; or the other way."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    if back:
+        source, target = target, source
     rates = []
     for _ in range(4):
         torch.cuda.synchronize()

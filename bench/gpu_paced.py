@@ -22,10 +22,10 @@ import gpu_models
 import torch
 import torch.distributed as dist
 from common import MB, Report, Stat, Table, free_port
-from gpu_frequency import step_seconds
 from gpu_merge import each
 from gpu_methods import Host
 from gpu_models import Case, make_case
+from gpu_ways import step_seconds
 from peers import end_keeper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +35,7 @@ from everstep.capture import shape
 
 OFF, UNPACED, PACED = "capture off", "unpaced", "paced"
 WAYS = (OFF, UNPACED, PACED)
-ROUNDS, BLOCK_S, MOST_STEPS = 5, 2.0, 60
+ROUNDS, BLOCK_S, MOST_STEPS = 5, 1.5, 60
 WORLD = 2
 TOKENS = (2, 128)  # a batch: few, so that a step is mostly its all-reduce
 
@@ -132,7 +132,8 @@ def train(name: str, root: Path) -> None:
                 found[how]["reduce_s"].append(Stat(reducing.spans_s[before + extra :]).median)
     dist.barrier()
     kept = way.result()
-    dist.barrier()
+    dist.barrier()  # both have counted
+    way.close()
     sizes = [p.nbytes for p in case.model.parameters()]
     print(json.dumps({
         "title": case.title, "ways": found, "steps": steps, "kept": kept.kept, "of": kept.steps,

@@ -118,7 +118,7 @@ def bench_recovery(names: list[str], scratch: Path, deadline: float) -> Iterator
     def one(name: str) -> Iterator[dict[str, Any]]:
         if time.monotonic() > deadline:
             raise TimeoutError("no time was left")
-        entry: dict[str, Any] = {"lives": {}}
+        entry: dict[str, Any] = {"lives": {}, "whole": False}
         begun: dict[str, Lives] = {}
         for way in [_alone] if name in LARGE else [_alone, _by_records, _from_partner, _by_parity]:
             root = scratch / f"{name}{way.__name__}"
@@ -144,6 +144,7 @@ def bench_recovery(names: list[str], scratch: Path, deadline: float) -> Iterator
                 traceback.print_exc()
                 entry["lives"][what] = asdict(Life(error=one_line(error)))
             yield entry
+        yield {**entry, "whole": True}
 
     for name in names:
         yield from each(name, one)

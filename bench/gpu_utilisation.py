@@ -21,11 +21,11 @@ from typing import Any
 import gpu_models
 import torch
 from common import Report, Stat, Table
-from gpu_frequency import METHODS, Ways, step_seconds
 from gpu_merge import each, one_line
 from gpu_methods import Kept, Method, timed_steps
 from gpu_models import CASES, Case, let_go, make_case
 from gpu_svg import Row, write_rows
+from gpu_ways import METHODS, Ways, step_seconds
 
 PLAIN = "nothing kept"
 BLOCKS, MOST_BLOCKS, BLOCK_S, PLAIN_S = 3, 9, 0.9, 0.4
@@ -128,7 +128,7 @@ def _gap_s(values: list[tuple[float, float]]) -> float:
 
 
 def bench_utilisation(
-    names: list[str], methods: list[str], scratch: Path, *, deadline: float
+    plan: dict[str, list[str]], scratch: Path, *, deadline: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each model's entry as it grows by one method after another; first comes the one that keeps nothing."""
 
@@ -137,7 +137,7 @@ def bench_utilisation(
         torch.backends.cudnn.benchmark = True
         step_s = step_seconds(case)
         entry: dict[str, Any] = {"title": case.title, "cells": {}}
-        for method in (Plain, *(METHODS[name] for name in methods)):
+        for method in (Plain, *(METHODS[method] for method in plan[name])):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no time was left for {method.name} and what comes after it")
             began = time.monotonic()
@@ -150,17 +150,18 @@ def bench_utilisation(
 
     sampler = Sampler(scratch)
     try:
-        for name in names:
+        for name in plan:
             yield from each(name, one)
     finally:
         sampler.close()
+        Ways.until_removed()
 
 
 def _tried(case: Case, method: type[Method], step_s: float, scratch: Path, sampler: Sampler) -> Line:
     ways = Ways(case, method, scratch)
     try:
         way, line, spans = ways.at(1), Line(), []
-        steps = max(1, round(BLOCK_S / max(step_s, way.block(1 if way.is_reusable else 4))))
+        steps = max(1, round(BLOCK_S / max(step_s, way.block(1 if way.saves_when_told else 4))))
         while len(spans) < BLOCKS or (len(spans) < MOST_BLOCKS and sum(b - a for a, b in spans) < BLOCKS * BLOCK_S):
             line.kept_s.append(way.block(steps))
             spans.append(case.timed)

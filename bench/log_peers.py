@@ -71,11 +71,16 @@ class CheckFreq:
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 
-    @torch.no_grad()
-    def _persist(self, step: int) -> None:
+    def prepare(self) -> list[Tensor]:
+        """The state; memory for its copy is made once."""
         state = tensors_of(self._model, self._optimizer)
         if len(self._copy) != len(state):
             self._copy = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in state]
+        return state
+
+    @torch.no_grad()
+    def _persist(self, step: int) -> None:
+        state = self.prepare()
         with torch.cuda.stream(self._side):  # without a side this does nothing
             torch._foreach_copy_(self._copy, state, non_blocking=True)
         self._copied.set()

@@ -41,10 +41,10 @@ _THREADS = 4
 class Subject:
     """A model that is only its parameters, with an optimizer that has stepped once."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], *, adam: bool) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], *, adam: bool, device: str = "cpu") -> None:
         self.model = nn.Module()
         for name, shape in shapes.items():
-            self.model.register_parameter(name, nn.Parameter(torch.randn(shape)))
+            self.model.register_parameter(name, nn.Parameter(torch.randn(shape, device=device)))
         parameters = list(self.model.parameters())
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.AdamW(parameters, lr=1e-4, fused=True) if adam else torch.optim.SGD(parameters, lr=1e-4)
@@ -211,12 +211,13 @@ class Everstep(Saver):
     name = "Everstep"
     asynchronous = True
 
-    def __init__(self, subject: Subject, root: Path) -> None:
+    def __init__(self, subject: Subject, root: Path, *, slots: int | None = None, keep: int = 2) -> None:
         super().__init__(subject, root)
         # On request only, so that a capture which is timed does not meet the write of the one before.
         self.run = everstep.guard(
-            subject.model, subject.optimizer, dir=root / "run", tiers=[everstep.Disk(every="1h")], linger="1s"
-        )
+            subject.model, subject.optimizer, dir=root / "run", linger="1s", keep=keep,
+            tiers=[everstep.Memory(slots=slots), everstep.Disk(every="1h")],
+        )  # fmt: skip
         subject.optimizer.step()
 
     def save(self, where: Path) -> None:
@@ -236,14 +237,14 @@ class Everstep(Saver):
     def durable(self, where: Path) -> None:
         self.run.wait("durable")
 
-    def restore(self, where: Path) -> None:
-        images = {0: self.fetch()}
+    def restore(self, where: Path, source: str = "disk") -> None:
+        images = {0: self.fetch(source)}
         apply(view(images, self.run.step, Needs(None, 0, 1)), self.run._state.subjects)
 
-    def fetch(self) -> Any:
-        """The newest checkpoint from the disk, every byte checked."""
+    def fetch(self, source: str = "disk") -> Any:
+        """The newest checkpoint from the disk, every byte checked; or from memory."""
         sources = Sources(Places(directory=str(self.root / "run")), self.run._run)
-        holding = max((h for h in sources.survey().holdings if h.source == "disk"), key=lambda h: h.step)
+        holding = max((h for h in sources.survey().holdings if h.source == source), key=lambda h: h.step)
         return sources.fetch(holding)
 
     def pids(self) -> list[int]:
@@ -265,10 +266,15 @@ def end_keeper(run: str) -> None:
     pid = keeper_pid(run)
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{pid}/maps").exists() and _has_memory(pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until_freed(pid)
     shutil.rmtree(arena_root(None) / run, ignore_errors=True)
+
+
+def until_freed(pid: int) -> None:
+    """Until a process that was killed holds no memory any more."""
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/maps").exists() and _has_memory(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _has_memory(pid: int) -> bool:
@@ -321,9 +327,9 @@ def raw_write(path: Path, data: memoryview) -> float:
     return time.perf_counter() - begin
 
 
-def raw_read(path: Path) -> float:
-    """Seconds to have a file's bytes in fresh memory, in the same manner."""
-    size = path.stat().st_size
+def raw_read(path: Path, most: int | None = None) -> float:
+    """Seconds to have a file's bytes in fresh memory, in the same manner; `most`: only so many of them."""
+    size = min(path.stat().st_size, most or path.stat().st_size)
     begin = time.perf_counter()
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     buffer = memoryview(mmap.mmap(-1, size))

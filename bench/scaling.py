@@ -18,15 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from common import MB, Report, Stat, Table, Target, machine, short, timed
+
+from everstep.capture.host import free_memory
 
 HERE = Path(__file__).parent
 GB = 1000 * MB
@@ -57,6 +58,7 @@ class Point:
     raw_write: list[float]
     read: list[float]
     raw_read: list[float]
+    recall_s: list[float] = field(default_factory=list)  # from memory into the model; of a device only
 
     @property
     def blocked_s(self) -> list[float]:
@@ -91,25 +93,12 @@ def measure(tensors: int, size: int, scratch: Path) -> Point:
     saver.step()
     saver.durable(scratch)
     saver.warm_up()
-    times: dict[str, list[float]] = {
-        key: [] for key in ("call_s", "gate_s", "cut_s", "looks_s", "held_s", "seal_s", "restore_s")
-    }  # fmt: skip
-    for _ in _rounds():
-        began = time.thread_time()
-        with timed() as call:
-            saver.save(scratch)
-        times["cut_s"].append(time.thread_time() - began)
-        times["call_s"].append(call.seconds)
+
+    def gate() -> float:
         cpu.compute(0.3 + size / (2 * GB))
-        times["gate_s"].append(saver.step())
-    for _ in range(_SEALS):
-        with timed() as whole:
-            saver.save(scratch)
-            saver.run.wait("sealed")
-        times["seal_s"].append(whole.seconds)
-        saver.step()
-        for key, seconds in zip(("looks_s", "held_s"), _looks(saver), strict=True):
-            times[key].append(seconds)
+        return saver.step()
+
+    times = captures(saver, scratch, gate) | {"restore_s": []}
     turns = 3 if size < GB else 2  # on the disk, of which each takes seconds then
     raw = cpu.bench_raw(saver, scratch, turns)
     for _ in range(turns):
@@ -119,6 +108,35 @@ def measure(tensors: int, size: int, scratch: Path) -> Point:
         times["restore_s"].append(whole.seconds)
     saver.close()
     return Point(tensors=tensors, **times, **raw)
+
+
+def captures(
+    saver: Any, scratch: Path, gate: Callable[[], float], settle: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """What a capture takes. `gate`: compute, then the next update; how long that had to wait for the copy.
+
+    `settle`: until an update is done, where it is only launched.
+    """
+    times: dict[str, list[float]] = {
+        key: [] for key in ("call_s", "gate_s", "cut_s", "looks_s", "held_s", "seal_s")
+    }  # fmt: skip
+    for _ in _rounds():
+        began = time.thread_time()
+        with timed() as call:
+            saver.save(scratch)
+        times["cut_s"].append(time.thread_time() - began)
+        times["call_s"].append(call.seconds)
+        times["gate_s"].append(gate())
+    for _ in range(_SEALS):
+        settle()
+        with timed() as whole:
+            saver.save(scratch)
+            saver.run.wait("sealed")
+        times["seal_s"].append(whole.seconds)
+        saver.step()
+        for key, seconds in zip(("looks_s", "held_s"), _looks(saver), strict=True):
+            times[key].append(seconds)
+    return times
 
 
 def _looks(saver: Any) -> tuple[float, float]:
@@ -172,8 +190,8 @@ def _apart(point: str, scratch: Path | None) -> Any:
     """What was measured, or in words why nothing was."""
     kind, _, number = point.partition(":")
     with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=scratch, ignore_cleanup_errors=True) as folder:
-        if kind != "ranks" and (missing := _missing(int(number), Path(folder))):
-            return missing
+        if kind != "ranks" and (why := missing(int(number), Path(folder))):
+            return why
         with timed() as whole:
             child = subprocess.run(
                 [sys.executable, __file__, "--point", point, "--scratch", folder], stdout=subprocess.PIPE, text=True
@@ -184,9 +202,12 @@ def _apart(point: str, scratch: Path | None) -> Any:
     return next(json.loads(line[7:]) for line in child.stdout.splitlines() if line.startswith("result "))
 
 
-def _missing(size: int, folder: Path) -> str:
-    memory = min(psutil.virtual_memory().available, shutil.disk_usage("/dev/shm").free / 3 * MEMORY_TIMES)
-    for what, times, free in (("memory", MEMORY_TIMES, memory), ("disk", DISK_TIMES, shutil.disk_usage(folder).free)):
+def missing(
+    size: int, folder: Path, *, slots: int = 3, memory_times: float = MEMORY_TIMES, disk_times: float = DISK_TIMES
+) -> str:
+    """What there is too little of for a state, in words."""
+    memory = min(free_memory(None), shutil.disk_usage("/dev/shm").free / slots * memory_times)
+    for what, times, free in (("memory", memory_times, memory), ("disk", disk_times, shutil.disk_usage(folder).free)):
         if times * size > free:
             return f"not measured: needs {times * size / GB:.1f} GB of {what}, and {free / GB:.1f} are free"
     return ""
@@ -207,8 +228,8 @@ def fill(report: Report) -> None:
         report.tables.append(_bytes_table(by_part["bytes"], data["bytes"]))
     points = [point for part in by_part.values() for point in part]
     if len(points) > 2:
-        report.tables.append(_fits_table(points))
-        report.targets += _fit_targets(points)
+        report.tables.append(fits_table(points))
+        report.targets += fit_targets(points)
     if by_part["tensors"]:
         report.targets += _tensors_targets(by_part["tensors"])
     if by_part["bytes"]:
@@ -302,7 +323,7 @@ def _spread(stat: Stat) -> str:
     return f"{short(stat.median * 1e3, 3)} ({short(low * 1e3, 3)} to {short(high * 1e3, 3)})"
 
 
-def _fits_table(points: list[Point]) -> Table:
+def fits_table(points: list[Point]) -> Table:
     table = Table(
         "Costs as a + b x bytes + c x tensors",
         ["cost, ms", *FIT],
@@ -315,7 +336,7 @@ def _fits_table(points: list[Point]) -> Table:
     return table
 
 
-def _fit_targets(points: list[Point]) -> list[Target]:
+def fit_targets(points: list[Point]) -> list[Target]:
     """Met or missed only if nine tenths of the fits say so."""
     targets, largest = [], max(point.bytes for point in points)
     for name in ("blocked a capture", "cut, processor time", "copier holds the interpreter"):

@@ -1,0 +1,237 @@
+"""What Everstep's costs grow with on a device: bytes and tensors. The door is bench/gpu.py scaling.
+
+As bench/scaling.py has it for a CPU, whose points, fits and targets these are. A state is nothing but parameters, with
+an optimizer that has no state of its own; all are measured in one process, one after another, the largest last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cpu
+import gpu_models
+import peers
+import torch
+from common import Report, Stat, Table, Target, timed
+from gpu_merge import LEFT_OUT, each
+from gpu_methods import slots_for
+from gpu_models import let_go, link_bytes_s
+from gpu_ways import limited
+from scaling import GB, Point, captures, fit_targets, fits_table, missing
+
+STATES = {
+    **{f"{size:g} GB": (256, size) for size in (0.1, 0.3, 1.0, 3.0)},
+    **{f"{count} tensors": (count, 1.0) for count in (64, 1024, 16384)},
+    **{f"{size:g} GB": (256, size) for size in (10.0, 20.0)},
+}  # tensors, GB
+STAND_IN = 0.01  # of the bytes, without a device
+RAW_BYTES = 4 * 10**9  # that the plainest program writes and reads at most
+FIRST_BASE_S = 90.0
+GRACE_S = 40.0  # that the last state may take longer than there is time
+
+
+class Training:
+    """Something to compute between a cut and the next update, on the device; how much longer that update came."""
+
+    def __init__(self, saver: peers.Everstep, seconds: float) -> None:
+        self._saver, self._seconds = saver, seconds
+        if gpu_models.DEVICE == "cuda":
+            self._factor = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+            self._count = 64
+            self._count = max(1, round(64 * seconds / Stat([self._step() for _ in range(3)]).median))
+            self._plain_s = Stat([self._step() for _ in range(3)]).median
+
+    def _step(self) -> float:
+        """Nothing is captured before the first ones: so long it takes without."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(self._count):
+            torch.mm(self._factor, self._factor)
+        self._saver.step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def gate(self) -> float:
+        if gpu_models.DEVICE != "cuda":
+            cpu.compute(self._seconds)
+            return self._saver.step()
+        return self._step() - self._plain_s
+
+
+def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
+    subject = peers.Subject(cpu.even_shapes(tensors, size), adam=False, device=gpu_models.DEVICE)
+    saver = peers.Everstep(subject, scratch, slots=slots_for(size), keep=1)
+    try:
+        for _ in range(5):  # the first ones are watched for writes that pass by the gates
+            saver.save(scratch)
+            saver.step()
+        saver.run.wait("sealed")
+        deadline = time.monotonic() + FIRST_BASE_S
+        while (
+            saver.run.status()["durable_step"] is None
+        ):  # the keeper begins with one base, and writes no other unasked
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no base was on the disk after {FIRST_BASE_S:.0f} s")
+            time.sleep(0.02)
+        training = Training(saver, 0.03 + size / (35 * GB))
+        times = captures(saver, scratch, training.gate, gpu_models.sync)
+        times |= _disk(saver, scratch, 2 if size <= GB else 1)
+        times["recall_s"] = _recalls(saver, scratch)
+        return vars(Point(tensors=tensors, bytes=size, **times))
+    finally:
+        if saver.run.give_up():
+            peers.end_keeper(saver.run._run)
+
+
+def _disk(saver: peers.Everstep, scratch: Path, turns: int) -> dict[str, list[float]]:
+    """Ours and the disk's own, each first in turn. The latter of a part, as seconds for the whole."""
+    found: dict[str, list[float]] = {key: [] for key in ("write", "raw_write", "read", "raw_read", "restore_s")}
+    raw, arena = scratch / "raw.bin", saver.run._capture.arena()
+    assert arena is not None
+    most = min(arena.slot_bytes, RAW_BYTES // 4096 * 4096)
+    whole = arena.slot_bytes / most
+    for turn in range(turns):
+        saver.step()
+        saver.save(scratch)
+        saver.run.wait("sealed")
+        writes: list[tuple[str, Callable[[], float]]] = [
+            ("write", lambda: _timed(lambda: saver.run.wait("durable"))),
+            ("raw_write", lambda: whole * peers.raw_write(raw, memoryview(arena.slots[0])[:most])),
+        ]
+        for key, write in writes if turn % 2 else reversed(writes):
+            found[key].append(write())
+        raw.unlink()
+        peers.sync_folder(scratch)
+        file = max(saver.files(scratch), key=lambda path: path.stat().st_size)
+        reads: list[tuple[str, Callable[[], float]]] = [
+            ("restore_s", lambda: _timed(lambda: _restored(saver, scratch, "disk"))),
+            ("raw_read", lambda file=file: whole * peers.raw_read(file, most)),
+        ]
+        for key, read in reads if turn % 2 else reversed(reads):
+            peers.drop_cache([file])
+            found[key].append(read())
+    found["read"] = found["restore_s"]  # what is read goes into the model
+    return found
+
+
+def _recalls(saver: peers.Everstep, scratch: Path) -> list[float]:
+    """From memory; none where the arena lies in files of nobody, which only the keeper gives out."""
+    try:
+        saver.fetch("memory")
+    except ValueError:
+        return []
+    return [_timed(lambda: _restored(saver, scratch, "memory")) for _ in range(3)]
+
+
+def _restored(saver: peers.Everstep, scratch: Path, source: str) -> None:
+    saver.restore(scratch, source)
+    gpu_models.sync()
+
+
+def _timed(what: Callable[[], object]) -> float:
+    with timed() as whole:
+        what()
+    return whole.seconds
+
+
+def bench_scaling(names: list[str], scratch: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    on_device = gpu_models.DEVICE == "cuda"
+    link = {"out": link_bytes_s() if on_device else 0.0, "back": link_bytes_s(back=True) if on_device else 0.0}
+    let_go()
+
+    def one(name: str) -> Iterator[dict[str, Any]]:
+        began = time.monotonic()
+        if began > deadline:
+            raise TimeoutError("no time was left for it")
+        tensors, size = STATES[name][0], round(STATES[name][1] * GB * (1 if on_device else STAND_IN))
+        slots = slots_for(size) or 3
+        why = missing(size, scratch, slots=slots, memory_times=slots + 1.2, disk_times=2.1 + min(1, RAW_BYTES / size))
+        folder = scratch / name.replace(" ", "-")
+        folder.mkdir()
+        entry = {"title": name if on_device else f"stand-in for {name}", "link": link, "whole": True}
+        if why:
+            entry["left_out"] = LEFT_OUT + why
+        else:
+            with limited(deadline + GRACE_S - began):
+                entry["point"] = measure_on_device(tensors, size, folder)
+        peers.empty(folder)
+        let_go()
+        print(f"{name:14} {time.monotonic() - began:5.1f} s  {_line(entry)}", flush=True)
+        yield entry
+
+    for name in names:
+        yield from each(name, one)
+
+
+def _line(entry: dict[str, Any]) -> str:
+    if "point" not in entry:
+        return str(entry["left_out"])
+    point = Point(**entry["point"])
+    return (
+        f"blocked {Stat(point.blocked_s).text(1e3)} ms, of it the cut {Stat(point.call_s).text(1e3)}; sealed "
+        f"{point.speed('seal_s').text()}, written {point.speed('write').text()}, from memory "
+        f"{point.speed('recall_s').text()}, from disk {point.speed('restore_s').text()} GB/s"
+    )
+
+
+# -- what is said about it
+
+
+def scaling_report(report: Report, models: dict[str, Any]) -> None:
+    entries = [models[name] for name in STATES if "title" in models.get(name, {})]
+    table = Table(
+        "What bytes and tensors cost on a device",
+        ["state", "tensors", "GB", "blocked a capture, ms", "of it the cut, ms", "cut, ms of a processor",
+         "copied and sealed, GB/s", "of the link", "write GB/s", "of raw", "from memory GB/s", "of the link",
+         "from disk GB/s", "of raw"],
+        note="Medians, with the lowest and highest. Parameters of an SGD without momentum. Blocked: run.done(), and by "
+        "how much longer matrix products and the update after them took on the device, with 30 ms and a second for 35 "
+        "GB of them. Sealed: from the cut on, with nothing else to do. Write: from wait() on a sealed step until it is "
+        "committed; raw: O_DIRECT, four threads, fsync. From memory and from disk: into the parameters on the device, "
+        "what is read is checked; raw: O_DIRECT, four threads, into fresh memory of the host. Raw of 4 GB at most. "
+        "States of 10 GB and more have Memory(slots=2), and one turn on the disk.",
+    )  # fmt: skip
+    for entry in entries:
+        if "point" not in entry:
+            table.rows.append([entry["title"], *["-"] * (len(table.headers) - 2), entry["left_out"]])
+            continue
+        table.rows.append(_row(entry, Point(**entry["point"])))
+    report.tables.append(table)
+    points = [Point(**entry["point"]) for entry in entries if "point" in entry]
+    if len(points) > 2:
+        report.tables.append(fits_table(points))
+        report.targets += fit_targets(points)
+    if points:
+        report.targets += _targets(max(points, key=lambda point: point.bytes))
+
+
+def _row(entry: dict[str, Any], point: Point) -> list[str]:
+    def of_link(key: str, way: str) -> str:
+        return Stat([rate * GB / entry["link"][way] for rate in point.speed(key).values]).text(100) + " %"
+
+    has_link = bool(entry["link"]["out"])
+    return [
+        entry["title"], f"{point.tensors:,}", f"{point.bytes / GB:.2g}", Stat(point.blocked_s).text(1e3),
+        Stat(point.call_s).text(1e3), Stat(point.cut_s).text(1e3),
+        point.speed("seal_s").text(), of_link("seal_s", "out") if has_link else "-",
+        point.speed("write").text(), f"{point.share('write').text(100)} %",
+        point.speed("recall_s").text(), of_link("recall_s", "back") if has_link and point.recall_s else "-",
+        point.speed("restore_s").text(), f"{point.share('read').text(100)} %",
+    ]  # fmt: skip
+
+
+def _targets(large: Point) -> list[Target]:
+    """Of the largest state."""
+    name = f"{large.bytes / GB:.2g} GB"
+    cut = Stat(large.cut_s)
+    targets = [Target(f"processor time of a cut, {name}", "<= 1 ms", f"{cut.text(1e3)} ms", cut.median <= 1e-3)]
+    for key, word in (("write", "durable write"), ("read", "restore from the disk")):
+        share = large.share(key)
+        targets.append(
+            Target(f"{word} of {name} against raw", ">= 90%", f"{share.text(100)} %", share.median >= 0.9)
+        )  # fmt: skip
+    return targets
