@@ -1,6 +1,7 @@
 """How long a ring of records is, and when only a base can make room in it.
 
-A ring has about the size of a base, and is longer where records are so large that a disk may be too slow for them.
+A ring has about the size of a base, and is longer where records are so large that a disk may be too slow for them, or
+so small that many of them come while one flush lasts.
 After it was full once bases are taken before it is full again: whatever the reason was, it may come back.
 """
 
@@ -13,7 +14,7 @@ FULL = "the ring is full: the keeper does not write records as fast as they come
 _MIN_SLOTS, _MAX_SLOTS = 4, 200
 LARGE_BYTES = 16 << 20  # of a record for which a disk may be too slow
 _LARGE_SLOTS = 12  # for such, if a quarter of the free memory has room for them
-_SHARED_RING_BYTES = 16 << 20
+_LEAST_BYTES = 16 << 20  # of a ring: a moment's delay of the keeper should not end a chain
 
 
 class Room:
@@ -21,8 +22,7 @@ class Room:
         self._life, self._was_full = life, False
 
     def slots(self, base_bytes: int, record_bytes: int) -> int:
-        # Several ranks share a chain: a moment's delay of one keeper should not end it for all.
-        room = max(base_bytes, _SHARED_RING_BYTES if self._life.topology.world > 1 else 0)
+        room = max(base_bytes, _LEAST_BYTES)
         least = _MIN_SLOTS
         if record_bytes >= LARGE_BYTES and _LARGE_SLOTS * record_bytes <= self._life.free_memory() // 4:
             least = _LARGE_SLOTS
