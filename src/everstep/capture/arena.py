@@ -27,8 +27,8 @@ from typing import Any, Literal, get_args
 
 import xxhash
 
-from everstep.capture.host import free_memory, is_memory, populate
-from everstep.errors import Damaged, NotEnoughMemory
+from everstep.capture.host import allow_many_files, free_memory, is_memory, populate
+from everstep.errors import Damaged, NotEnoughMemory, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 
 MEMFD = "memfd"
@@ -147,6 +147,7 @@ class Arena:
         slots: int,
     ) -> Arena:  # fmt: skip
         """A new arena with empty slots: under `root`, or of memfds if there is none. Memory is taken now or refused."""
+        allow_many_files()
         size = layout.total_bytes
         control_bytes = _head_bytes(slots) + slots * _checks_bytes(size)
         header = _HEADER.pack(_MAGIC, FORMAT, rank, world, slots, size, layout.digest, run.encode(), kind.encode())
@@ -396,6 +397,7 @@ class Wreck:
 
 def find_arenas(root: Path, run: str, wrecks: list[Wreck] | None = None) -> Iterator[Arena]:
     """Every readable arena of a run on this node; the others go to `wrecks`."""
+    allow_many_files()
     try:
         folders = sorted((root / run).glob("rank-*"))
     except FileNotFoundError:
@@ -404,6 +406,8 @@ def find_arenas(root: Path, run: str, wrecks: list[Wreck] | None = None) -> Iter
         try:
             arena = Arena.open(folder)
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # it may be whole
+                raise TierFailed(f"{folder} cannot be read: {error.strerror}; raise that limit (ulimit -n)") from error
             if wrecks is not None:
                 wrecks.append(Wreck(folder, str(error), _was_finished(folder)))
             continue

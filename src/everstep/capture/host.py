@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +83,16 @@ def choose_place(path: str | None, needed_bytes: int, slots: int) -> Path | None
         return None
     root = open_root(None)
     return root if free_memory(root) >= needed_bytes else None
+
+
+def most_files() -> int:
+    """That a process may have open if it wants to. A slot of an arena is two: a descriptor, and that of its mapping."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def allow_many_files() -> None:
+    """Shells often begin with 1,024, and the arenas of a node may need more."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files(), most_files()))
 
 
 def populate(spans: Sequence[tuple[int, int]]) -> int:

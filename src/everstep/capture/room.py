@@ -8,6 +8,7 @@ After it was full once bases are taken before it is full again: whatever the rea
 from __future__ import annotations
 
 from everstep.capture.arena import Arena
+from everstep.capture.host import most_files
 from everstep.capture.life import Life
 
 FULL = "the ring is full: the keeper does not write records as fast as they come"
@@ -26,7 +27,8 @@ class Room:
         least = _MIN_SLOTS
         if record_bytes >= LARGE_BYTES and _LARGE_SLOTS * record_bytes <= self._life.free_memory() // 4:
             least = _LARGE_SLOTS
-        return max(least, min(_MAX_SLOTS, room // record_bytes))
+        openable = most_files() // (4 * len(self._life.topology.local_ranks))  # half of them for all rings of a node
+        return max(least, min(_MAX_SLOTS, openable, room // record_bytes))
 
     def was_full(self) -> None:
         """No step waits for the medium, so one was not recorded."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from everstep.capture.host import allow_many_files
 from everstep.errors import KeeperLost
 from everstep.events import EventLog, KeeperEnded, KeeperStarted
 from everstep.keeper.protocol import leave, runtime_folder, socket_address
@@ -69,7 +69,7 @@ def main(run: str, directory: Path) -> None:
         os._exit(0)  # the starter waits for this: the keeper listens
     listener.listen(64)  # again: whoever asks the socket for its owner must hear of this process
     os.nice(_NICENESS)
-    _allow_many_files()
+    allow_many_files()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when its work is done; what must end it at once is SIGKILL
     emit = EventLog(directory / f"events-keeper-{node_name()}.jsonl")
@@ -83,12 +83,6 @@ def main(run: str, directory: Path) -> None:
     (folder / "keeper.lock").unlink(missing_ok=True)
     leave(folder)
     emit(KeeperEnded(pid=os.getpid(), reason="no trainers, and all that was sealed is durable"))
-
-
-def _allow_many_files() -> None:
-    """Each slot of each rank is one, and of small records a ring has up to two hundred: shells often allow 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _lock(path: Path) -> bool:
