@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
-from everstep.capture import gradients, steering
+from everstep.capture import gradients, room, steering
 from everstep.capture.arena import Arena, find_arenas
 from everstep.capture.host import arena_root
 from everstep.events import Event, read_events
@@ -118,11 +118,16 @@ def train_log(
     *,
     records_a_base: int = 2,
     digest_every: int = 64,
+    ring_bytes: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """One life with a log. Bases switch as often as the test wants, and digests are as dense; both for this process."""
+    """One life with a log. Bases switch as often as the test wants, and digests are as dense; both for this process.
+
+    `ring_bytes`: of the ring at least; by default it is as short as can be, so that slots are used again and again.
+    """
     bases_every(records_a_base)
     gradients._DIGEST_EVERY = digest_every
+    room._LEAST_BYTES = ring_bytes
     return train_tiny(directory, at_step, strategy="log", **options)
 
 

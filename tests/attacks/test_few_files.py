@@ -18,7 +18,7 @@ from everstep.capture.host import arena_root
 from everstep.errors import TierFailed
 from everstep.events import Degraded, Rejected, RingMade, Started
 
-FEW = 128
+FEW, RING_BYTES = 128, 16 << 20
 STEPS, DIES_AT = 12, 8
 
 
@@ -40,7 +40,9 @@ def life(directory: Path, *, dies: bool) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     may_open(FEW)
-    return train_log(directory, at_step, records_a_base=100, steps=STEPS, keeper="process", linger="20s")
+    return train_log(
+        directory, at_step, records_a_base=100, ring_bytes=RING_BYTES, steps=STEPS, keeper="process", linger="20s"
+    )
 
 
 def test_a_ring_that_has_more_slots_than_a_shell_allows_files_is_written_and_gone_on_with(directory: Path) -> None:
@@ -55,7 +57,9 @@ def test_a_ring_that_has_more_slots_than_a_shell_allows_files_is_written_and_gon
 def test_where_a_machine_allows_no_more_a_ring_is_shorter(directory: Path) -> None:
     def life_with_few() -> dict[str, Any]:
         may_open(FEW, FEW)
-        return train_log(directory, records_a_base=100, steps=STEPS, keeper="process", linger="1s")
+        return train_log(
+            directory, records_a_base=100, ring_bytes=RING_BYTES, steps=STEPS, keeper="process", linger="1s"
+        )
 
     assert must_finish(life_with_few)["digest"] == undisturbed(STEPS)
     assert told(directory, RingMade)[0].slots == FEW // 4
