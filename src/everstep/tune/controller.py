@@ -31,6 +31,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     replay_s: float
     free_bytes: int
     refusal: str = ""
+    needs_base: bool = False  # its records lead nowhere before all ranks have one
 
 
 def merge(said: Collection[Measured]) -> Measured:
