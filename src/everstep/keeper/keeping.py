@@ -64,6 +64,7 @@ class Keeping:
         self._base_steps: set[int] = set()  # at which all ranks take a base, because one of them needs it
         self._asked_for = -1  # the newest such step that this rank has asked for,
         self._needs_base = False  # and whether it still needs one
+        self._led_to = -1  # the last step before the newest gap in the records; -1: there was none
         self._heard_s = _FAR_HEARD_S if life.topology.has_many_nodes else _HEARD_S
         self._steps_s = deque[float](maxlen=_RECENT)
         self.recorder = self._begin_log(rings, resumed_from)
@@ -134,7 +135,9 @@ class Keeping:
         if (self.capture.sealed_step or -1) < self.recorder.whole_since:
             self.capture.wait_sealed()  # records that follow a base are worth nothing before it is sealed
         if self.recorder.cut_step != step:  # the last step is taken once more when a run ends
-            self.recorder.cut(step, tree)
+            is_whole = self._is_whole
+            if not self.recorder.cut(step, tree) and is_whole:
+                self._led_to = step - 1
         base |= step - self.capture.base_step >= self._steering.steps_per_base
         has_ended = self.capture.base_step < self.recorder.whole_since
         if has_ended and not base and self.recorder.ended_full and self._life.topology.world > 1:
@@ -200,7 +203,8 @@ class Keeping:
             keeper.detach_rings()
             self.recorder = None
         else:
-            self.recorder = self._make_recorder([], step)
+            self.recorder = self._make_recorder([], None)  # which has recorded nothing,
+            self.recorder.whole_since = step  # and leads on from this base
             self._prepare(self.recorder)
             keeper.persist(step, as_base=True)  # records lead nowhere on the disk before it is there
         return True
@@ -211,7 +215,15 @@ class Keeping:
     def kept_step(self) -> int | None:
         """The newest step that survives this process."""
         recorded = self.recorder.recorded_step if self.recorder is not None else None
+        if recorded is not None and not self._is_whole:
+            recorded = min(recorded, self._led_to)
         return max((s for s in (self.capture.sealed_step, recorded) if s is not None), default=None)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the newest records lead on from a base, and not from a gap that only the next base will close."""
+        recorder, sealed = self.recorder, self.capture.sealed_step
+        return recorder is None or self._led_to < 0 or (sealed is not None and sealed >= recorder.whole_since)
 
     def wait_sealed(self) -> None:
         """Until every step that was taken survives this process."""
