@@ -26,7 +26,7 @@ def write(logbook: Logbook, ring: Arena, **options: Any) -> int:
 
 def take_slowly(keeping: Keeping, step: int, **options: Any) -> None:
     take(keeping, step, **options)
-    time.sleep(0.04)  # so that the ring of the other rank has room, and words of the keeper come in time
+    time.sleep(0.06)  # so that the ring of the other rank has room, and words of the keeper come in time
 
 
 Logbook.take, Keeping.take = write, take_slowly  # type: ignore[method-assign]

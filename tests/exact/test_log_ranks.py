@@ -60,3 +60,17 @@ def test_a_rank_whose_ring_stays_full_takes_no_bases_that_the_other_has_not(stag
     assert codes[1] == -9, again.errors()
     assert again.live_once(world=2, seed=SEED + 1) == [0, 0], again.errors()
     assert again.read("began")["resumed_from"] >= 11 - 3
+
+
+@pytest.mark.parametrize(
+    ("words", "keeper"),
+    [("nobody_hears", "process"), ("nobody_hears", "inline"), ("all_hear_too_late", "process")],
+)
+def test_bases_that_one_rank_asks_for_are_taken_by_all_or_none(words: str, keeper: str, stage: Make) -> None:
+    """Whatever becomes of its words: at the latest they decide together, every 64 steps."""
+    again = stage(words, keeper, strategy="log")
+    again.module = "late_words"
+    codes = again.live_once(world=2, kill=Kill(190, "backward", rank=1))
+    assert codes[1] == -9, again.errors()
+    assert again.live_once(world=2, seed=SEED + 1) == [0, 0], again.errors()
+    assert again.read("began")["resumed_from"] >= 128

@@ -64,6 +64,7 @@ class Steering:
         self._in_step = topology.world == 1 or all(is_replicated(m) or has_sharded(m) for m in subjects.models)
         self._told_interval: int | None = None
         self._told_strategy: Way | None = None
+        self.all_need_base = False  # one of them does, of a step that all ranks have just decided at
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._bases: deque[float] = deque(maxlen=WINDOW)
         self._records: deque[float] = deque(maxlen=WINDOW)
@@ -100,15 +101,21 @@ class Steering:
             "steps_per_base": self.steps_per_base if self.strategy == "log" else None,
         }
 
-    def decide(self, step: int, recorder: Recorder | None, base_write_s: float, record_write_s: float) -> bool:
-        """Once in a while, look at what it has cost; True if it is time for a turn."""
+    def decide(
+        self, step: int, recorder: Recorder | None, base_write_s: float, record_write_s: float, *, needs_base: bool
+    ) -> bool:
+        """Once in a while, look at what it has cost; True if it is time for a turn. `needs_base`: this rank does."""
+        self.all_need_base = False
         if len(self._steps) < WINDOW or not self._in_step:
             return False
         measured = self._read(recorder, base_write_s, record_write_s, step)
         if self._asked == "snapshot":
             return False
+        measured = msgspec.structs.replace(measured, needs_base=needs_base)
         said = exchange(msgspec.json.encode(measured), self._life.topology)
-        self._controller.decide(merge([msgspec.json.decode(word, type=Measured) for word in said]))
+        merged = merge([msgspec.json.decode(word, type=Measured) for word in said])
+        self.all_need_base = merged.needs_base
+        self._controller.decide(merged)
         self._tell(step)
         turns = (self.strategy == "log") != (recorder is not None)
         if turns:

@@ -407,19 +407,30 @@ class Fleet:
     def pass_to_ranks(self, message: StopAt | BaseAt) -> None:
         self._roster.tell(message)
 
-    def pass_on(self, message: StopAt | BaseAt) -> None:
-        """To the ranks of all other nodes, by threads of their own: one that is lost holds up nobody."""
+    def pass_on(self, message: StopAt | BaseAt, then: Callable[[], None] = lambda: None) -> None:
+        """To the ranks of all other nodes, by threads of their own: one that is lost holds up nobody.
+
+        `then`: is called when all have heard it, or cannot.
+        """
         ask: Leave | TakeBase = TakeBase(step=message.step)
         if isinstance(message, StopAt):
             ask = Leave(step=message.step, halt=message.halt)
-        for peer in self._peers.values():
-            threading.Thread(target=self._pass_to, args=(peer, ask), name="everstep-pass-on", daemon=True).start()
+        threads = [threading.Thread(target=self._pass_to, args=(p, ask), daemon=True) for p in self._peers.values()]
+        for thread in threads:
+            thread.start()
+        threading.Thread(target=_after, args=(threads, then), daemon=True).start()
 
     def _pass_to(self, peer: Peer[AnyAnswer], ask: Leave | TakeBase) -> None:
         try:
             peer.ask(ask)
         except EverstepError as error:
             self._emit(Degraded(what=f"node {peer.node} does not hear of {ask}", reason=str(error)))
+
+
+def _after(threads: Sequence[threading.Thread], then: Callable[[], None]) -> None:
+    for thread in threads:
+        thread.join()
+    then()
 
 
 class _Unprotected:

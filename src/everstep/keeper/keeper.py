@@ -61,7 +61,7 @@ from everstep.keeper.protocol import (
 from everstep.keeper.record_writer import RecordWriter
 from everstep.keeper.replica import Replicas
 from everstep.keeper.roster import Roster
-from everstep.keeper.rounds import VALUES
+from everstep.keeper.rounds import NONE, VALUES
 from everstep.keeper.session import TICK_S, Session, check_all, give_up
 from everstep.store.manifest import committed_steps
 from everstep.store.places import Places, guest_tier
@@ -89,6 +89,7 @@ class Keeper:
         self._tier = Places.written(directory).disk_tier()
         self._selector = selectors.DefaultSelector()
         self._generation = ""
+        self._base_at = NONE  # the newest step at which a rank of this node has asked all for a base, in this life
         self._has_many_nodes = False
         self._roster = Roster()
         self._takers = Takers()
@@ -218,10 +219,12 @@ class Keeper:
                 self._records.asked.set()
                 if self._logbook.reach() >= message.step:
                     channel.send(self._durable())
-            case StopAt() | BaseAt():
+            case StopAt():
                 self._roster.tell(message)
                 if self._fleet is not None:
                     self._fleet.pass_on(message)
+            case BaseAt():
+                self._pass_on_base(message)
             case Cancel():
                 if self._fleet is not None:
                     self._fleet.cancel()
@@ -256,6 +259,19 @@ class Keeper:
             case _:
                 channel.send(Trouble(reason=f"the keeper does not understand {type(message).__name__} now"))
 
+    def _pass_on_base(self, message: BaseAt) -> None:
+        """This node's ranks are the last to hear of it: who asked for the base takes it only if others know of it.
+
+        Many may ask at once, because they all have heard too late of one before; the first of them speaks for all.
+        """
+        if message.step <= self._base_at:
+            return
+        self._base_at = message.step
+        if self._fleet is None:
+            self._roster.tell(message)
+        else:
+            self._fleet.pass_on(message, then=lambda: self._roster.tell(message))
+
     def _welcome(self, channel: Channel, hello: Hello) -> None:
         if hello.generation != self._generation:
             self._meet_others(hello)
@@ -285,7 +301,7 @@ class Keeper:
 
     def _begin_life(self, hello: Hello) -> None:
         """The first trainer of a new life: what was passed over at its recovery makes room."""
-        self._generation = hello.generation
+        self._generation, self._base_at = hello.generation, NONE
         self._halting.begin_life()
         sessions = self._roster.sessions
         for gone in [sessions.pop(rank) for rank in list(sessions) if rank not in hello.local_ranks]:

@@ -6,7 +6,9 @@ The trainer's end of it all: at every cut it has the step taken, lets the steeri
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 from everstep.capture import extras as trees
@@ -22,7 +24,11 @@ from everstep.keeper.client import Answers, KeeperClient
 from everstep.signals import Signals
 from everstep.types import Level
 
-_ALL_HEAR = 2  # steps until every rank has heard what one of them says
+_ALL_HEAR = 2  # steps at least until every rank has heard what one of them says,
+_HEARD_S = 0.05  # and seconds,
+_FAR_HEARD_S = 0.5  # on other nodes; twice as many after it was heard too late,
+_LONGEST_HEARD_S = 4.0  # up to so many
+_RECENT = 8  # steps of which the shortest counts
 _DEEPEST_S = 600.0  # that the end of a run waits for its deepest tier
 _LOOK_S = 0.2  # between two looks whether what is waited for can still come
 
@@ -56,6 +62,11 @@ class Keeping:
         self._last_at = 0.0
         self.has_last = False  # the last step of all is in memory
         self._base_steps: set[int] = set()  # at which all ranks take a base, because one of them needs it
+        self._asked_for = -1  # the newest such step that this rank has asked for,
+        self._needs_base = False  # and whether it still needs one
+        self._led_to = -1  # the last step before the newest gap in the records; -1: there was none
+        self._heard_s = _FAR_HEARD_S if life.topology.has_many_nodes else _HEARD_S
+        self._steps_s = deque[float](maxlen=_RECENT)
         self.recorder = self._begin_log(rings, resumed_from)
 
     def _begin_log(self, rings: list[Arena], resumed_from: int | None) -> Recorder | None:
@@ -91,8 +102,9 @@ class Keeping:
     def at_cut(self, step: int, step_s: float, *, must: bool) -> None:
         """A step is done. `must`: it is to be taken even if none is due."""
         self._steering.at_cut(step_s, self.recorder)
+        self._steps_s.append(step_s)
         if not self._turn(step) and (must or self._is_due(step)):
-            self.take(step)
+            self.take(step, base=self._steering.all_need_base)
         if self.compression is not None:
             self.compression.end_step()
         self._life.moments.kept(step)
@@ -111,8 +123,9 @@ class Keeping:
         With several nodes the first of a life is a base: nodes may be new, and have none that records could follow.
         """
         base |= self.last_step is None and self._life.topology.has_many_nodes
-        base |= step in self._base_steps
-        self._base_steps.difference_update([one for one in list(self._base_steps) if one <= step])
+        heard = {one for one in list(self._base_steps) if one <= step}
+        self._base_steps.difference_update(heard)
+        base |= step in heard
         self.last_step, self._last_at = step, time.monotonic()
         tree = self._tree()
         if self.recorder is None:
@@ -122,28 +135,39 @@ class Keeping:
         if (self.capture.sealed_step or -1) < self.recorder.whole_since:
             self.capture.wait_sealed()  # records that follow a base are worth nothing before it is sealed
         if self.recorder.cut_step != step:  # the last step is taken once more when a run ends
-            self.recorder.cut(step, tree)
+            is_whole = self._is_whole
+            if not self.recorder.cut(step, tree) and is_whole:
+                self._led_to = step - 1
         base |= step - self.capture.base_step >= self._steering.steps_per_base
         has_ended = self.capture.base_step < self.recorder.whole_since
         if has_ended and not base and self.recorder.ended_full and self._life.topology.world > 1:
-            if not self._base_steps:  # one of this rank alone would only take the place of one that all have
-                self._ask_for_base(step)
+            self._ask_for_base(step)  # one of this rank alone would only take the place of one that all have
         elif base or has_ended:
             self.capture.cut(step, trees.encode(tree, "state"))
             self._prepare(self.recorder)
+            self._needs_base = False
+        elif heard:  # too late: others have taken a base there, and may soon have no other
+            self._heard_s = min(2 * self._heard_s, _LONGEST_HEARD_S)
+            self._ask_for_base(step)
         if self.recorder.needs_base(max(self._base_steps, default=self.capture.base_step)):
             self._ask_for_base(step)
 
     def _ask_for_base(self, step: int) -> None:
-        """A rank must not go over to a base alone: neither would lead on from there with the records of the others."""
+        """A rank must not go over to a base alone: neither would lead on from there with the records of the others.
+
+        So it waits, as all do, for the keeper to name the step: a word that does not reach the keeper reaches nobody.
+        Inline keepers know of no other rank. What is not heard at all is told when the ranks next decide together.
+        """
         if self._life.topology.world == 1:
             self.take_base_at(step + 1)
             return
-        self.take_base_at(step + _ALL_HEAR)
-        self._keeper.base_at(step + _ALL_HEAR)
+        self._needs_base = True
+        if step > self._asked_for and not self._base_steps and self._life.settings.keeper != "inline":
+            self._asked_for = step + max(_ALL_HEAR, ceil(self._heard_s / max(min(self._steps_s, default=1.0), 1e-3)))
+            self._keeper.base_at(self._asked_for)
 
     def take_base_at(self, step: int) -> None:
-        """All ranks take a base at a step that none of them can have passed."""
+        """All ranks take a base at this step, if they hear of it in time."""
         self._base_steps.add(step)  # the keeper says so while the training thread looks at it
 
     def take_again(self, step: int) -> None:
@@ -168,7 +192,9 @@ class Keeping:
     def _turn(self, step: int) -> bool:
         """Turn to a log or away from it, if it is time to; on a base, so that nothing is less safe on the way."""
         keeper = self._keeper
-        if not self._steering.decide(step, self.recorder, keeper.base_write_s, keeper.record_write_s):
+        if not self._steering.decide(
+            step, self.recorder, keeper.base_write_s, keeper.record_write_s, needs_base=self._needs_base
+        ):
             return False
         self.take(step, base=True)
         if self.recorder is not None:
@@ -177,7 +203,8 @@ class Keeping:
             keeper.detach_rings()
             self.recorder = None
         else:
-            self.recorder = self._make_recorder([], step)
+            self.recorder = self._make_recorder([], None)  # which has recorded nothing,
+            self.recorder.whole_since = step  # and leads on from this base
             self._prepare(self.recorder)
             keeper.persist(step, as_base=True)  # records lead nowhere on the disk before it is there
         return True
@@ -188,7 +215,15 @@ class Keeping:
     def kept_step(self) -> int | None:
         """The newest step that survives this process."""
         recorded = self.recorder.recorded_step if self.recorder is not None else None
+        if recorded is not None and not self._is_whole:
+            recorded = min(recorded, self._led_to)
         return max((s for s in (self.capture.sealed_step, recorded) if s is not None), default=None)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the newest records lead on from a base, and not from a gap that only the next base will close."""
+        recorder, sealed = self.recorder, self.capture.sealed_step
+        return recorder is None or self._led_to < 0 or (sealed is not None and sealed >= recorder.whole_since)
 
     def wait_sealed(self) -> None:
         """Until every step that was taken survives this process."""

@@ -95,8 +95,8 @@ class Logbook:
         for rank in ranks & self._books.keys():
             del self._books[rank]
 
-    def take(self, ring: Arena, *, is_urgent: bool = True) -> int:
-        """Write every record that is sealed and not yet written, with one flush for all; returns how many.
+    def take(self, ring: Arena, *, is_urgent: bool = True, at_most: int | None = None) -> int:
+        """Write records that are sealed and not yet written, with one flush for all; returns how many.
 
         Where a step needs values beside its record, which are saved now and then, records gather until the ring is
         half full: before, nobody could stop at them.
@@ -109,7 +109,7 @@ class Logbook:
         header = bytes(ring.image(0)[: image.header_bytes(ring.image(0))])
         if xxhash.xxh3_64_intdigest(header) != ring.layout_digest:
             raise Damaged("the ring has lost its header", tier="memory", rank=ring.rank)
-        following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at]
+        following = [seal for at, seal in enumerate(found) if seal.step == found[0].step + at][:at_most]
         following, records = _unspoilt(ring, following)
         if not records:
             return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from everstep.capture.arena import Arena
@@ -15,7 +16,8 @@ from everstep.keeper.rounds import NONE
 from everstep.keeper.session import TICK_S, Session
 from everstep.timeline import Mark
 
-_LOG_TICK_S = 0.02  # between two looks at the rings
+_LOG_TICK_S = 0.02  # from one look at the rings to the next, if that one did not take longer
+_BREATH_S = 50e-6  # enough for another thread to get hold of the logbook
 
 
 class RecordWriter:
@@ -37,9 +39,10 @@ class RecordWriter:
         while not ending.is_set():
             self.asked.wait(rest)
             self.asked.clear()
-            rest = _LOG_TICK_S
+            began = time.monotonic()
             try:
-                self._take()
+                more = self._take()
+                rest = _BREATH_S if more else max(_BREATH_S, began + _LOG_TICK_S - time.monotonic())
                 self.failures = 0
             except Exception as error:  # whatever it is: rings hold the records, and nobody is left in the dark
                 self.failures += 1
@@ -47,7 +50,8 @@ class RecordWriter:
                 self._emit(Degraded(what="records are not durable yet", reason=str(error), tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))
 
-    def _take(self) -> None:
+    def _take(self) -> bool:
+        """Whether there may be more to take."""
         before, sessions = self._logbook.reach(), self._roster.all()
         is_alive = self._roster.is_anybody_alive()
         is_urgent = self._roster.wanted > before or not is_alive
@@ -57,6 +61,7 @@ class RecordWriter:
                 is_urgent = True  # they are worth something only behind all records up to theirs
         is_outpaced = not is_urgent and _are_all_here(sessions) and self._pace.is_outpaced(rings)
         base = self._roster.newest_base() if is_outpaced else None
+        more = False
         for session in sessions:
             with self._logbook.writing:
                 if session.ring is None:
@@ -64,11 +69,13 @@ class RecordWriter:
                 if is_outpaced and not session.ring_is_spent:
                     self._logbook.pass_over(session.ring, NONE if base is None else base)
                 else:
-                    self._pace.take(session.ring, session.hello, is_urgent=is_urgent or session.ring_is_spent)
+                    is_wanted = is_urgent or session.ring_is_spent
+                    more |= self._pace.take(session.ring, session.hello, is_urgent=is_wanted)
         with self._logbook.writing:
             self._logbook.save_values(_values(sessions), torch_version=sessions[0].hello.torch if sessions else "")
         if self._logbook.reach() > before:
             self._announce()
+        return more
 
     # -- the keeper's main thread
 

@@ -33,6 +33,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0  # that ended earlier lives of the run,
     trained_s: float = 0.0  # which has trained for so long
     refusal: str = ""
+    needs_base: bool = False  # its records lead nowhere before all ranks have one
 
 
 def merge(said: Collection[Measured]) -> Measured:

@@ -1,0 +1,163 @@
+"""At which step all ranks take a base, because one of them needs it; and which step a run says that it has kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lives import live, must_finish, run_directory, train_log, train_tiny, turn_every
+
+import everstep
+from everstep.capture.arena import Arena
+from everstep.capture.life import Life
+from everstep.keeper.fleet import Fleet
+from everstep.keeper.keeper import Keeper
+from everstep.keeper.keeping import Keeping
+from everstep.keeper.logbook import Logbook
+from everstep.keeper.protocol import BaseAt
+from everstep.keeper.rounds import NONE
+
+PASSED = (4, 8)
+
+
+class Ears:
+    """A keeper that hears where bases are wanted, and passes nothing on."""
+
+    def __init__(self, keeper: Any) -> None:
+        self._keeper, self.asked = keeper, list[int]()
+
+    def base_at(self, step: int) -> None:
+        self.asked.append(step)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._keeper, name)
+
+
+def be_one_of_two(keeping: Keeping) -> None:
+    life = keeping._life
+    topology, settings = replace(life.topology, world=2), replace(life.settings, keeper="process")
+    keeping._life = replace(life, topology=topology, settings=settings)
+    keeping._keeper = Ears(keeping._keeper)  # type: ignore[assignment]
+
+
+def hears_too_late(directory: Path) -> dict[str, Any]:
+    """A rank of two is told twice of a base at a step that it has passed."""
+    bases: list[int] = []
+    ahead: list[int] = []
+
+    def at_step(run: everstep.Run) -> None:
+        keeping = run._keeping
+        if run.step == 2:
+            be_one_of_two(keeping)
+        keeping._steps_s.extend([0.001] * 8)
+        if run.step in PASSED:
+            keeping.take_base_at(run.step)
+        if run.step - 1 in PASSED:
+            ahead.append(keeping._keeper.asked[-1] - run.step)  # type: ignore[attr-defined]
+            keeping._asked_for = run.step  # that step has come and gone
+        bases.append(run._capture.base_step)
+        if run.step:
+            run.wait("durable")  # a ring that is full would ask for a base, too
+
+    train_log(directory, at_step, steps=10, records_a_base=1000)
+    return {"ahead": ahead, "bases": bases}
+
+
+def test_a_rank_that_hears_of_a_base_too_late_takes_none_alone_and_names_another_step_further_ahead() -> None:
+    with run_directory() as directory:
+        result = must_finish(lambda: hears_too_late(directory))
+        first, second = result["ahead"]
+        assert first > 50 and second == 2 * first, "seconds by the shortest of the last steps, and then twice as many"
+        assert set(result["bases"][1:]) == {1}
+
+
+def test_who_asked_hears_of_it_when_all_other_nodes_have() -> None:
+    told: list[str] = []
+    slow, done = threading.Event(), threading.Event()
+
+    def pass_to(node: str, ask: object) -> None:
+        slow.wait()
+        told.append(node)
+
+    def then() -> None:
+        told.append("here")
+        done.set()
+
+    fleet: Any = SimpleNamespace(_peers={"a": "a", "b": "b"}, _pass_to=pass_to)
+    Fleet.pass_on(fleet, BaseAt(step=7), then)
+    assert told == []
+    slow.set()
+    assert done.wait(60) and sorted(told[:2]) == ["a", "b"] and told[2:] == ["here"]
+
+
+def test_of_those_who_ask_at_once_for_a_base_the_first_speaks_for_all() -> None:
+    told: list[BaseAt] = []
+    keeper: Any = SimpleNamespace(_base_at=NONE, _fleet=None, _roster=SimpleNamespace(tell=told.append))
+    for step in (9, 8, 9, 10):
+        Keeper._pass_on_base(keeper, BaseAt(step=step))
+    assert [message.step for message in told] == [9, 10]
+
+
+TURN = 4
+
+
+def test_after_a_turn_to_a_log_no_step_is_called_kept_before_its_base_is_sealed() -> None:
+    """Whoever believes it and is killed has it."""
+
+    def life() -> dict[str, Any]:
+        seal, may_seal = Life.seal, threading.Event()
+
+        def held_back(life: Life, arena: Arena, slot: int, *, step: int, cut_time: float) -> None:
+            if arena.kind == "base" and step == TURN:
+                may_seal.wait()
+            seal(life, arena, slot, step=step, cut_time=cut_time)
+
+        def at_step(run: everstep.Run) -> None:
+            if run.step == TURN:
+                assert run._keeping.recorder is not None, "it has not turned"
+                (directory.parent / "said").write_text(str(run.status()["sealed_step"]))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        turn_every(TURN)
+        Life.seal = held_back  # type: ignore[method-assign]
+        return train_tiny(directory, at_step, strategy="auto")
+
+    with run_directory() as directory:
+        outcome = live(life)
+        assert outcome.killed, outcome.error
+        assert everstep.open(directory).plan().step == int((directory.parent / "said").read_text()) == TURN - 1
+
+
+def test_records_behind_a_gap_are_not_called_kept_before_all_ranks_have_a_base() -> None:
+    """The ring of one of two was full, and has room again; nobody has heard yet that it needs a base."""
+
+    def life() -> dict[str, Any]:
+        take, is_held = Logbook.take, threading.Event()
+        Logbook.take = lambda *ring, **how: 0 if is_held.is_set() else take(*ring, **how)  # type: ignore[method-assign]
+
+        def at_step(run: everstep.Run) -> None:
+            keeping, recorder = run._keeping, run._keeping.recorder
+            if run.step == 2:
+                be_one_of_two(keeping)
+                is_held.set()
+            if recorder is None or not recorder.ended_full:
+                return
+            is_held.clear()
+            if (recorder.recorded_step or 0) > recorder.whole_since:
+                (directory.parent / "said").write_text(str(run.status()["sealed_step"]))
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.05)
+
+        return train_log(directory, at_step, steps=200, records_a_base=1000)
+
+    with run_directory() as directory:
+        outcome = live(life)
+        assert outcome.killed, outcome.error
+        step = everstep.open(directory).plan().step
+        assert step == int((directory.parent / "said").read_text()) and step > 2
