@@ -325,14 +325,14 @@ class Run:
     # -- asking
 
     def wait(self, level: str = "durable", timeout: float | None = None) -> bool:
-        """Wait until the last cut has reached a level. False if it had not in time."""
+        """Wait until the last cut has reached a level. False if it has not, or not in time."""
         wanted = Level.named(level)
         if self.step and not self._capture.stepped and self.step not in (self._keeping.last_step, self.resumed_from):
             self._keeping.take(self.step)
         self._keeping.wait_sealed()
         captured = self._keeping.kept_step
         if wanted is Level.SEALED or captured is None:
-            return True
+            return captured is None or captured >= self.step  # a gap in the records ends with the next base
         check_level(wanted, self.settings, self._place)
         return self._keeper.wait_for(wanted, captured, timeout)
 
