@@ -15,7 +15,7 @@ from everstep.topology import node_name
 SHARED_MEMORY = Path("/dev/shm")
 _MEMORY, _OVERCOMMIT = Path("/proc/meminfo"), Path("/proc/sys/vm/overcommit_memory")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
-_PIECE_BYTES = 256 << 20  # that a thread maps at once; there are so many threads:
+_PIECE_BYTES = 16 << 20  # that a thread maps at once: nobody else maps anything meanwhile; there are so many threads:
 _THREADS = 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
