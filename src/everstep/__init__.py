@@ -9,7 +9,8 @@ tune/           how often, and which way                models strategy controll
 tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
 capture/        which part of a tensor is whose         sharded watch layout buckets
-capture/        off the device, without stopping it     host arena pinned life copier hooks shape snapshot extras
+capture/        memory that outlives the trainer        host taken arena reserve
+capture/        off the device, without stopping it     pinned life copier hooks shape snapshot extras
 capture/        where the data stands                   stream position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update stepped purity sheet form tap room

@@ -25,6 +25,7 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.life import Life
 from everstep.capture.moments import Moments
 from everstep.capture.position import Feed
+from everstep.capture.reserve import Reserve
 from everstep.capture.steering import followed
 from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
 from everstep.errors import BadConfig, Damaged, EverstepError, Restart
@@ -142,26 +143,25 @@ class Run:
         self._emit = EventLog.of_rank(chosen.directory, place.rank)
         self._claim = claim.take(self._places, place, self._emit)
         self._life.callback(self._claim.give_back)
-        self._run = self._claim.run
         timeline = self._timeline = Timeline(timeline_of_rank(chosen.directory, place.rank))
         self._life.callback(timeline.close)
-        source = self._restore() if carried is None else self._carry(carried)
-        self._followed = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
-        self._keeper = KeeperClient(chosen.keeper, self._run, chosen.directory, self._emit, timeline.mark)
+        reserve = self._life.enter_context(Reserve(chosen, place))
+        source = self._restore(reserve) if carried is None else self._carry(carried)
+        replica = followed(state.subjects, self._emit) if chosen.strategy == "replica" else ""
+        self._keeper = KeeperClient(chosen.keeper, self._claim.run, chosen.directory, self._emit, timeline.mark)
         self._life.callback(self._keeper.close, final=False)
         generation = self._generation = arrive(
-            self._keeper, chosen, place, self._claim, self._emit, resumed_from=self.resumed_from,
-            replica=self._followed,
+            self._keeper, chosen, place, self._claim, self._emit, resumed_from=self.resumed_from, replica=replica,
         )  # fmt: skip
-        left, rings = self._sources().left_to(place, is_followed=bool(self._followed))
+        left, rings = self._sources().left_to(place, is_followed=bool(replica))
         self._moments = Moments(timeline.mark, step=self.step, optimizers=len(state.subjects.optimizers))
         life = Life(
-            run=self._run, generation=generation, topology=place, settings=chosen, emit=self._emit,
-            attach=self._keeper.attach, moments=self._moments, failures=self._emit.failures(),
+            run=self._claim.run, generation=generation, topology=place, settings=chosen, emit=self._emit,
+            attach=self._keeper.attach, moments=self._moments, failures=self._emit.failures(), reserve=reserve,
         )  # fmt: skip
         self._keeping = Keeping(
             state.subjects, life, self._keeper, self._tree, left=left, rings=rings, resumed_from=self.resumed_from,
-            resumed_base=self._resumed_base, is_followed=bool(self._followed),
+            resumed_base=self._resumed_base, is_followed=bool(replica),
         )  # fmt: skip
         self._life.callback(self._close_keeping)
         self._capture = self._keeping.capture
@@ -175,17 +175,17 @@ class Run:
         if self.resumed_from is not None and not self._finished:
             self._keeping.take_again(self.step)
         if self._presence is not None:
-            self._presence.enrol(self._run, self._generation, self._place)
+            self._presence.enrol(self._claim.run, self._generation, self._place)
             weigh(self._state.subjects, self._feed)
 
     def _sources(self) -> Sources:
-        return Sources(self._places, self._run, is_common=self._claim.disk_is_common)
+        return Sources(self._places, self._claim.run, is_common=self._claim.disk_is_common)
 
-    def _restore(self) -> str:
+    def _restore(self, reserve: Reserve) -> str:
         with self._sources() as sources:
             resumed = resume(
                 sources, self._state, self._feed, self._place, strict=self.settings.strict, emit=self._emit,
-                mark=self._timeline.mark,
+                mark=self._timeline.mark, reserve=reserve,
             )  # fmt: skip
         if resumed is None:
             return "nothing"
@@ -353,7 +353,7 @@ class Run:
     def status(self) -> dict[str, object]:
         """Where the run stands, as plain data."""
         return {
-            "run": self._run,
+            "run": self._claim.run,
             "directory": str(self.settings.directory),
             "rank": self._place.rank,
             "world": self._place.world,

@@ -76,6 +76,17 @@ def test_whoever_takes_over_a_damaged_arena_does_not_seal_into_its_damage(tmp_pa
     arena.close()
 
 
+@pytest.mark.parametrize(("overcommit", "kilobytes"), [("0", 100), ("1", 100), ("2", 50)])
+def test_a_system_that_promises_no_more_than_it_has_says_what_is_left_to_promise(
+    overcommit: str, kilobytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 100 kB\nCommitLimit: 80 kB\nCommitted_AS: 30 kB\nPages: 7\n")
+    (tmp_path / "overcommit").write_text(f"{overcommit}\n")
+    monkeypatch.setattr(host, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "_OVERCOMMIT", tmp_path / "overcommit")
+    assert host.free_memory(None) == kilobytes * 1024
+
+
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
     """Shared memory of 6 MiB."""

@@ -11,7 +11,6 @@ the keeper holds. Knows nothing of tensors, CUDA or steps beyond their numbers; 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -28,6 +27,7 @@ from typing import Any, Literal, get_args
 import xxhash
 
 from everstep.capture.host import allow_many_files, free_memory, is_memory, populate
+from everstep.capture.taken import Taken, spans, unmap
 from everstep.errors import Damaged, NotEnoughMemory, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 
@@ -84,26 +84,10 @@ def _checks_bytes(slot_bytes: int) -> int:
     return round_up(_CHECKS.size + 8 * -(-slot_bytes // CHUNK_BYTES) + _SUM.size, BLOCK)
 
 
-def _allocate(files: list[int], size: int, *, in_memory: bool) -> None:
-    """Take what these files need, or raise OSError. Pages of memory are best taken by touching them all at once."""
-    for file in files:
-        os.ftruncate(file, size)
-    if in_memory:
-        buffers = [mmap.mmap(file, size) for file in files]
-        problem = populate(_spans(buffers))
-        for buffer in buffers:
-            buffer.close()
-        if problem not in (0, errno.EINVAL):  # which is the word of kernels that are too old for that
-            raise OSError(problem, os.strerror(problem))
-        if not problem:
-            return
-    for file in files:
-        os.posix_fallocate(file, 0, size)
-
-
-def _spans(buffers: list[mmap.mmap]) -> list[tuple[int, int]]:
-    """Address and size."""
-    return [(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer)) for buffer in buffers]
+def _file(folder: Path | None, name: str, whose: str) -> int:
+    if folder is None:
+        return os.memfd_create(f"everstep-{whose}-{name}", os.MFD_CLOEXEC)
+    return os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 class Arena:
@@ -111,8 +95,8 @@ class Arena:
 
     before: Callable[[str], None] = staticmethod(lambda operation: None)  # tests kill here
 
-    def __init__(self, control: int, slots: list[int], place: str) -> None:
-        """Take over open descriptors; `place` is a directory, or MEMFD."""
+    def __init__(self, control: int, slots: list[int], place: str, mapped: list[mmap.mmap] | None = None) -> None:
+        """Take over open descriptors; `place` is a directory, or MEMFD. `mapped`: the slots, where they are already."""
         self.place = place
         self.descriptors = [control, *slots]
         self._lock = -1
@@ -136,7 +120,7 @@ class Arena:
             raise Damaged("an arena whose slots are cut off", file=place)
         if len(self.control) < _head_bytes(count) + count * _checks_bytes(slot_bytes):
             raise Damaged("an arena whose control file is cut off", file=place)
-        self.slots = [mmap.mmap(slot, self.slot_bytes) for slot in slots]
+        self.slots = mapped if mapped is not None else [mmap.mmap(slot, self.slot_bytes) for slot in slots]
         self._next = self._sequence = 0  # of a ring: the slot whose turn it is; the newest seal by this object
 
     # -- making and finding
@@ -144,14 +128,17 @@ class Arena:
     @classmethod
     def create(
         cls, root: Path | None, *, kind: ArenaKind = "base", run: str, rank: int, world: int, layout: ImageLayout,
-        slots: int,
+        slots: int, reserved: Taken | None = None,
     ) -> Arena:  # fmt: skip
-        """A new arena with empty slots: under `root`, or of memfds if there is none. Memory is taken now or refused."""
+        """A new arena with empty slots: under `root`, or of memfds if there is none. Memory is taken now or refused.
+
+        `reserved`: what was taken there for the slots before, which is the arena's from now on.
+        """
         allow_many_files()
-        size = layout.total_bytes
+        size, whose = layout.total_bytes, f"{run[:8]}-{rank}"
         control_bytes = _head_bytes(slots) + slots * _checks_bytes(size)
         header = _HEADER.pack(_MAGIC, FORMAT, rank, world, slots, size, layout.digest, run.encode(), kind.encode())
-        names = ["control", *(f"slot-{i}.safetensors" for i in range(slots))]
+        names = [f"slot-{i}.safetensors" for i in range(slots)]
         folder = None
         if root is not None:
             own = kind in ("log", "values")  # these follow each other
@@ -159,24 +146,24 @@ class Arena:
             folder = root / run / f"rank-{rank:05d}-{kind}-{name}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True, mode=0o700)
+        taken = reserved or Taken()
         opened: list[int] = []
         try:
-            for name in names:
-                if folder is None:
-                    opened.append(os.memfd_create(f"everstep-{run[:8]}-{rank}-{name}", os.MFD_CLOEXEC))
-                else:
-                    opened.append(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            opened.append(_file(folder, "control", whose))
             os.posix_fallocate(opened[0], 0, control_bytes)
-            _allocate(opened[1:], size, in_memory=root is None or is_memory(root))
-            for slot in opened[1:]:
+            if reserved is None:
+                taken.files += (_file(folder, name, whose) for name in names)
+                taken.take(size, in_memory=root is None or is_memory(root))
+            elif folder is not None:
+                reserved.name(folder, names)
+            for slot in taken.files:
                 os.pwrite(slot, layout.header, 0)
             cls.before("arena header")
             os.pwrite(opened[0], _OWNER.pack(os.getpid()), _OWNER_AT)
             os.pwrite(opened[0], _pack(header), 0)
-            arena = cls(opened[0], opened[1:], str(folder) if folder else MEMFD)
-            arena.populate()
-            return arena
+            return cls(opened[0], taken.files, str(folder) if folder else MEMFD, taken.buffers)
         except OSError as error:
+            taken.let_go()
             for descriptor in opened:
                 os.close(descriptor)
             if folder is not None:
@@ -200,14 +187,10 @@ class Arena:
 
     def populate(self) -> None:
         """Map every page now, for those who will touch them all; whoever only looks need not wait for that."""
-        populate(_spans(self.slots))  # where the kernel does not, they are mapped as they are touched
+        populate(spans(self.slots))  # where the kernel does not, they are mapped as they are touched
 
     def close(self) -> None:
-        for buffer in (self.control, *self.slots):
-            try:
-                buffer.close()
-            except BufferError:
-                pass  # tensors still look into it; the mapping goes with the last of them
+        unmap((self.control, *self.slots))
         self.unlock()
         for descriptor in self.descriptors:
             os.close(descriptor)

@@ -14,8 +14,9 @@ from everstep.errors import BadConfig, NotEnoughMemory
 from everstep.topology import node_name
 
 SHARED_MEMORY = Path("/dev/shm")
+_MEMORY, _OVERCOMMIT = Path("/proc/meminfo"), Path("/proc/sys/vm/overcommit_memory")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
-_PIECE_BYTES = 256 << 20  # that a thread maps at once; there are so many threads:
+_PIECE_BYTES = 16 << 20  # that a thread maps at once: nobody else maps anything meanwhile; there are so many threads:
 _THREADS = 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -49,15 +50,25 @@ def free_memory(root: Path | None) -> int:
         mount = os.statvfs(root if root.exists() else root.parent)
         limits.append(mount.f_bavail * mount.f_frsize)
     if root is None or is_memory(root):
-        with open("/proc/meminfo") as meminfo:
-            fields = dict(line.split(":") for line in meminfo)
-        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+        lines = (line.split() for line in _MEMORY.read_text().splitlines())
+        free = {name: int(kilobytes) * 1024 for name, kilobytes, *_ in lines}
+        limits.append(free["MemAvailable:"])
+        limits.extend(_left_to_promise(free))
         limits.extend(_control_group())
     return min(limits)
 
 
 def is_memory(root: Path) -> bool:
     return str(root).startswith(str(SHARED_MEMORY))
+
+
+def _left_to_promise(memory: Mapping[str, int]) -> list[int]:
+    """Where the system promises no more memory than it has, used or not."""
+    try:
+        is_strict = _OVERCOMMIT.read_text().strip() == "2"
+        return [max(0, memory["CommitLimit:"] - memory["Committed_AS:"])] if is_strict else []
+    except (OSError, KeyError):
+        return []
 
 
 def _control_group() -> list[int]:

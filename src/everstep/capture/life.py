@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.host import arena_root, choose_place, free_memory
 from everstep.capture.moments import Moments
+from everstep.capture.reserve import Reserve, base_slots, newest_kept
 from everstep.config import Settings
 from everstep.events import Sink
 from everstep.image import ImageLayout
@@ -26,17 +27,24 @@ class Life:
     attach: Callable[[Arena], None]  # show the keeper an arena
     moments: Moments = field(default_factory=Moments)
     failures: int = 0  # that ended earlier lives of the run
+    reserve: Reserve | None = None  # what was taken before for the first arena of bases
 
     @property
     def newest(self) -> int:
-        """How many of the newest steps are never overwritten: a rank can be one ahead of another that dies."""
-        return 1 if self.topology.world == 1 else 2
+        """How many of the newest steps are never overwritten."""
+        return newest_kept(self.topology)
+
+    @property
+    def base_slots(self) -> int:
+        return base_slots(self.settings, self.topology)
 
     def make_arena(self, layout: ImageLayout, *, kind: ArenaKind = "base", slots: int) -> Arena:
-        root = choose_place(self.settings.tiers.memory.path, slots * layout.total_bytes, slots)
+        size = layout.total_bytes
+        given = self.reserve.give(slots, size) if self.reserve is not None and kind == "base" else None
+        root, reserved = given or (choose_place(self.settings.tiers.memory.path, slots * size, slots), None)
         return Arena.create(
             root, kind=kind, run=self.run, rank=self.topology.rank, world=self.topology.world, layout=layout,
-            slots=slots,
+            slots=slots, reserved=reserved,
         )  # fmt: skip
 
     def free_memory(self) -> int:

@@ -225,6 +225,8 @@ class Capture:
             handle.remove()
         if self._shape is not None and self._shape.lanes:
             unpin([v.flat for v in self._shape.views])
+        if self._life.reserve is not None:
+            self._life.reserve.close()  # no cut has come
 
     def _watch_versions(self, shape: Shape) -> None:
         """In the first captures, remember how often each gated tensor was written, to compare at the gate."""
@@ -294,7 +296,7 @@ class Capture:
             self._left.remove(fitting[0])
             fitting[0].adopt(layout)
             return self._use(fitting[0])
-        slots = self._life.settings.tiers.memory.slots or self._slots()
+        slots = self._life.base_slots
         if slots <= self._life.newest:
             raise BadConfig(
                 f"Memory(slots={slots}) is too few for several ranks: each keeps its newest two; use 3 or 4"
@@ -306,16 +308,6 @@ class Capture:
             )
             self._life.emit(Degraded(what="captures die with this process", reason=reason))
         return self._use(arena)
-
-    def _slots(self) -> int:
-        """One is written, the newest stay, and everybody who reads one for long has one.
-
-        Protection has two: of the step that is protected, and of the next one.
-        """
-        tiers = self._life.settings.tiers
-        is_protected = tiers.protection is not None and self._life.topology.has_many_nodes
-        readers = 1 + len(tiers.deeper) + (2 if is_protected else 0)
-        return 1 + self._life.newest + readers
 
     def _use(self, arena: Arena) -> Arena:
         self._arena = arena

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import msgspec
 import xxhash
 
 from everstep.capture.layout import Subjects
+from everstep.capture.reserve import Reserve
 from everstep.capture.stepped import places
 from everstep.errors import Damaged, EverstepError
 from everstep.events import Degraded, Fetched, Rejected, Sink
@@ -62,15 +62,34 @@ Fetch = Callable[[Carrier, Plan, int], tuple[Past | None, Report]]  # what a ran
 
 
 def find(
-    sources: Sources, topology: Topology, emit: Sink, limit: int | None = None, *, subjects: Subjects | None = None
-) -> Found | None:
+    sources: Sources, topology: Topology, emit: Sink, limit: int | None = None, *, subjects: Subjects | None = None,
+    reserve: Reserve | None = None,
+) -> Found | None:  # fmt: skip
     """The newest checkpoint that all ranks can have, verified and in memory; None if the run has no past.
 
     `limit`: no step after this one, because the way there was found to be wrong. `subjects`: only what they need.
+    `reserve`: of memory for the captures that follow.
     """
     needs = Needs(subjects, topology.rank, topology.world)
     stepped = exchange(_digest(places(subjects) if subjects is not None else None), topology)
-    return search(sources, topology, emit, partial(_fetch, needs, stepped), limit=limit)
+
+    def fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
+        if reserve is not None:
+            _begin(reserve, plan, sources, topology)
+        return _fetch(needs, stepped, carrier, plan, rank)
+
+    return search(sources, topology, emit, fetch, limit=limit)
+
+
+def _begin(reserve: Reserve, plan: Plan, sources: Sources, topology: Topology) -> None:
+    """What this rank captures will be as large as its part of what is read; it needs none if memory is gone on with."""
+    me = (topology.rank, topology.world)
+    own = next((part for part in plan.parts if (part.rank, part.world) == me), None)
+    if own is not None and not any((arena.rank, arena.world) == me for arena in sources.arenas):
+        read = [one.bytes for one in (*plan.parts, *plan.values)]  # at most: some may be read where they lie
+        read += [one.record.bytes for one in plan.parities]
+        read += [one.bytes * (one.last - one.first + 1) for one in plan.records]
+        reserve.begin(own.bytes, sum(read))
 
 
 def search(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from everstep import topology
 from everstep.capture.position import Feed
+from everstep.capture.reserve import Reserve
 from everstep.errors import Diverged, Mismatch
 from everstep.events import Degraded, Rejected, Replayed, Sink
 from everstep.recover.assemble import Checkpoint, check
@@ -32,12 +33,15 @@ class Resumed:
 
 def resume(
     sources: Sources, state: State, feed: Feed | None, place: Topology, *, strict: bool, emit: Sink,
-    mark: Mark = unmarked,
+    mark: Mark = unmarked, reserve: Reserve | None = None,
 ) -> Resumed | None:  # fmt: skip
-    """Stand where the newest restorable step ended, on every rank; None if there is no past."""
+    """Stand where the newest restorable step ended, on every rank; None if there is no past.
+
+    `reserve`: of memory for the captures that follow, filled while something slow is read.
+    """
     arrived = began = time.monotonic()
     limit: int | None = None
-    while (found := find(sources, place, emit, limit, subjects=state.subjects)) is not None:
+    while (found := find(sources, place, emit, limit, subjects=state.subjects, reserve=reserve)) is not None:
         step, loaded = found.latest.step, time.monotonic()
         mark(Kind.LOAD, step, began, loaded)
         limit = _try(sources, found, state, feed, place, strict=strict, emit=emit)
