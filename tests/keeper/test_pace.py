@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from everstep.capture.arena import Arena
-from everstep.events import Degraded, Event
+from everstep.events import Degraded, Event, Tuned
 from everstep.image import FORMAT, lay_out
 from everstep.keeper import pace, record_writer
 from everstep.keeper.pace import Pace
 from everstep.keeper.record_writer import RecordWriter
 from everstep.timeline import unmarked
+from everstep.tune.models import MTBF_S
 from everstep.types import ImageInfo
 
 LIFE, RUN = "1" * 32, "2" * 32
@@ -56,7 +57,7 @@ def pace_of(medium: Medium, said: list[Event]) -> Pace:
     return Pace(medium, said.append, unmarked)  # type: ignore[arg-type]
 
 
-HELLO: Any = SimpleNamespace(rank=0, lose_steps=None, lose_s=None)
+HELLO: Any = SimpleNamespace(rank=0, lose_steps=None, lose_s=None, mtbf_s=None, failures=0)
 
 
 def take_some(ruler: Pace, ring: Arena) -> None:
@@ -83,6 +84,20 @@ def test_a_medium_is_outpaced_once_the_ring_is_half_full_of_records_that_take_lo
     fill(ring, SLOTS - 1)
     assert ruler.is_outpaced([ring]) and ruler.is_outpaced([ring])
     assert [type(event) for event in said] == [Degraded], "said once"
+
+
+@pytest.mark.parametrize(("known", "mtbf_s"), [({"failures": 2}, MTBF_S / 3), ({"mtbf_s": 60.0}, 60.0)])
+def test_a_group_counts_with_the_failures_that_a_run_has_seen_or_was_told_of(
+    ring: Arena, monkeypatch: pytest.MonkeyPatch, known: dict[str, Any], mtbf_s: float
+) -> None:
+    monkeypatch.setattr(pace, "LARGE_BYTES", ring.slot_bytes + 1)
+    said: list[Event] = []
+    ruler = pace_of(Medium(0.001), said)
+    fill(ring, SLOTS)
+    ruler.take(ring, HELLO, is_urgent=True)
+    ruler.take(ring, SimpleNamespace(**{**vars(HELLO), **known}), is_urgent=False)  # type: ignore[arg-type]
+    (told,) = [event for event in said if isinstance(event, Tuned)]
+    assert told.inputs["M"] == pytest.approx(mtbf_s, rel=1e-3) and told.assumed == ()
 
 
 def test_one_that_is_fast_enough_never_is(ring: Arena) -> None:

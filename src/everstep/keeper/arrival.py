@@ -95,7 +95,8 @@ def arrive(
             lose_steps=lose.steps, lose_s=lose.seconds, keep_last=keep.last, keep_every=keep.every, linger_s=linger_s,
             torch=str(torch.__version__), replica=replica, tiers=str(settings.tiers), secret=secret,
             began=time.time(), end_time=end_time(os.environ), metrics=metrics_address(os.environ),
-            address=f"{topology.own_address(place)}:0" if secret else "",
+            address=f"{topology.own_address(place)}:0" if secret else "", mtbf_s=settings.mtbf_s,
+            failures=EventLog.of_rank(settings.directory, place.rank).failures(),
         )
     )  # fmt: skip
     addresses = [answer.decode() for answer in topology.exchange(keeper.address.encode(), place)]

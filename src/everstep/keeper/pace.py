@@ -28,7 +28,7 @@ from everstep.events import Degraded, Sink, Tuned
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello
 from everstep.timeline import Kind, Mark
-from everstep.tune.models import Tuning, has_moved, steps_per_flush
+from everstep.tune.models import Tuning, has_moved, mean_between, steps_per_flush
 
 OUTPACED = "records stay in memory, and only bases become durable"
 _WEIGHT = 0.2  # of the newest flush in the running mean
@@ -104,8 +104,9 @@ class Pace:
         if self.flush_s < 0 or not step_s or self._is_large(ring):
             return True
         tuning = steps_per_flush(
-            step_s, self.flush_s, slots=len(ring.slots), lose_steps=hello.lose_steps, lose_s=hello.lose_s
-        )
+            step_s, self.flush_s, slots=len(ring.slots), lose_steps=hello.lose_steps, lose_s=hello.lose_s,
+            mtbf_s=mean_between(hello.mtbf_s, hello.failures, ring.live().step * step_s),
+        )  # fmt: skip
         self._tell(tuning)
         return len(waiting) >= tuning.value or time.time() - min(waiting) >= tuning.value * step_s
 

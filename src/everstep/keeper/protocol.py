@@ -98,6 +98,8 @@ class Hello(Message, frozen=True, kw_only=True):
     end_time: float | None = None  # and when its allocation will end, if that is known
     replica: str = ""  # the kind of device on which the state is that a replica is to follow; empty: there is none
     metrics: str = ""  # where the keeper is to answer Prometheus; empty: nowhere
+    mtbf_s: float | None = None  # what the user knows of failures,
+    failures: int = 0  # and how many have ended lives of this run
 
 
 class Attach(Message, frozen=True, kw_only=True):
