@@ -124,11 +124,11 @@ class Shape:
         if [_signature(e) for e in listing.entries] != [_signature(e) for e in self.listing.entries]:
             return False
         fresh = {entry.name: entry for entry in listing.entries}
-        self.listing = listing
         self.shares = [Share(fresh[s.entry.name], s.first, s.rows) for s in self.shares]
         self.in_cut = [Share(fresh[s.entry.name], s.first, s.rows) for s in self.in_cut]
         self.cut_groups = group_alike(self.shadows, self.in_cut)
         self.sources = [[s.source(fresh[s.entry.name].tensor) for s in bucket.shares] for bucket in self.buckets]
+        self.listing = listing  # last: whoever finds it unchanged in another thread takes the shares with it
         return True
 
     def shares_now(self, subjects: Subjects, topology: Topology) -> list[Share]:
