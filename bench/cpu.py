@@ -326,7 +326,7 @@ def bench_memory(scratch: Path, steps: int) -> dict[str, Any]:
         run.done()
         if step in (WARM_STEPS, steps):
             run.wait("durable")
-            keeper = keeper_pid(run._run) or 0
+            keeper = keeper_pid(str(run.status()["run"])) or 0
             found[str(step)] = {
                 "trainer": _status(os.getpid(), "RssAnon"), "keeper": _status(keeper, "RssAnon"),
                 "shared": _status(os.getpid(), "RssShmem"),

@@ -84,7 +84,7 @@ def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
         return vars(Point(tensors=tensors, bytes=size, **times))
     finally:
         if saver.run.give_up():
-            peers.end_keeper(saver.run._run)
+            peers.end_keeper(str(saver.run.status()["run"]))
 
 
 def _disk(saver: peers.Everstep, scratch: Path, turns: int) -> dict[str, list[float]]:

@@ -243,12 +243,12 @@ class Everstep(Saver):
 
     def fetch(self, source: str = "disk") -> Any:
         """The newest checkpoint from the disk, every byte checked; or from memory."""
-        sources = Sources(Places(directory=str(self.root / "run")), self.run._run)
+        sources = Sources(Places(directory=str(self.root / "run")), str(self.run.status()["run"]))
         holding = max((h for h in sources.survey().holdings if h.source == source), key=lambda h: h.step)
         return sources.fetch(holding)
 
     def pids(self) -> list[int]:
-        keeper = keeper_pid(self.run._run)
+        keeper = keeper_pid(str(self.run.status()["run"]))
         return [os.getpid(), *([keeper] if keeper else [])]
 
     def files(self, where: Path) -> list[Path]:
