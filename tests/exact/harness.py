@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import everstep
 from everstep.capture import buckets, position, snapshot
 from everstep.capture.sharded import local_of, stepping
+from everstep.events import Degraded, read_events
 from everstep.keeper.client import keeper_pid
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -87,6 +88,12 @@ class Life:
 
 
 # -- in the process that trains
+
+
+def _has_no_replica(run: everstep.Run) -> bool:
+    """None can follow what this loop trains, as it was told."""
+    events = (e for e in read_events(run.settings.directory) if isinstance(e, Degraded))
+    return any(e.what.startswith(("there is no replica", "there is no log")) for e in events)
 
 
 @dataclass
@@ -144,7 +151,7 @@ class Trial:
 
     def _await_replica(self, run: everstep.Run) -> None:
         """Where a process has a replica, and can have one: die when it is as new as the last cut."""
-        if self.life.strategy != "replica" or self.life.keeper != "process" or not run._followed:
+        if self.life.strategy != "replica" or self.life.keeper != "process" or _has_no_replica(run):
             return
         deadline = time.monotonic() + 90.0
         while (run.status()["replica"] or {"step": -1})["step"] < run.step:  # type: ignore[index]
