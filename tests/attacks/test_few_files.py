@@ -66,7 +66,7 @@ def test_where_a_machine_allows_no_more_a_ring_is_shorter(directory: Path) -> No
     assert told(directory, Degraded) == []
 
 
-def test_where_a_machine_allows_no_more_nothing_nothing_is_taken_for_a_wreck(directory: Path) -> None:
+def test_where_a_machine_allows_no_more_nothing_is_taken_for_a_wreck(directory: Path) -> None:
     def look() -> dict[str, Any]:
         open_now = len(os.listdir("/proc/self/fd"))
         may_open(open_now + 40, open_now + 40)
