@@ -317,8 +317,9 @@ def _unspoilt(ring: Arena, seals: list[Seal]) -> tuple[list[Seal], list[tuple[Fr
     """
     taken, first = ring.taken(), 0
     records: list[tuple[Frame, list[memoryview]]] = []
+    slots = {seal.sequence: slot for slot, seal in ring.seals().items()}
     for at, seal in enumerate(seals):
-        slot = ring.slot_of(seal.step)
+        slot = slots.get(seal.sequence)
         data = ring.image(slot) if slot is not None else None
         if slot is not None and data is not None and seal.step <= taken:
             copied = memoryview(bytes(data))
