@@ -66,6 +66,19 @@ def test_where_a_machine_allows_no_more_a_ring_is_shorter(directory: Path) -> No
     assert told(directory, Degraded) == []
 
 
+def test_where_it_is_refused_to_allow_more_what_a_shell_allows_must_do(directory: Path) -> None:
+    """As it is to everybody where the limit of a process is above that of its machine."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    def refused() -> dict[str, Any]:
+        resource.setrlimit = refuse  # type: ignore[assignment]
+        return train_log(directory, steps=STEPS)
+
+    assert must_finish(refused)["digest"] == undisturbed(STEPS)
+
+
 def test_where_a_machine_allows_no_more_nothing_is_taken_for_a_wreck(directory: Path) -> None:
     def look() -> dict[str, Any]:
         open_now = len(os.listdir("/proc/self/fd"))

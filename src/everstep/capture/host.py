@@ -8,6 +8,7 @@ import resource
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from everstep.errors import BadConfig, NotEnoughMemory
@@ -102,8 +103,9 @@ def most_files() -> int:
 
 
 def allow_many_files() -> None:
-    """Shells often begin with 1,024, and the arenas of a node may need more."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files(), most_files()))
+    """Shells often begin with 1,024, and the arenas of a node may need more. Where that is refused, those must do."""
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files(), most_files()))
 
 
 def populate(spans: Sequence[tuple[int, int]]) -> int:
