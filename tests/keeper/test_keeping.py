@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lives import live, must_finish, run_directory, train_log, train_tiny, turn_every
+import pytest
+from lives import bases_every, live, must_finish, run_directory, train_log, train_tiny, turn_every
 
 import everstep
 from everstep.capture.arena import Arena
@@ -24,6 +26,7 @@ from everstep.keeper.protocol import BaseAt
 from everstep.keeper.rounds import NONE
 
 PASSED = (4, 8)
+SHORT_S = [0.001] * 8
 
 
 class Ears:
@@ -46,8 +49,8 @@ def be_one_of_two(keeping: Keeping) -> None:
     keeping._keeper = Ears(keeping._keeper)  # type: ignore[assignment]
 
 
-def hears_too_late(directory: Path) -> dict[str, Any]:
-    """A rank of two is told twice of a base at a step that it has passed."""
+def hears_too_late(directory: Path, *, takes_own: bool) -> dict[str, Any]:
+    """A rank of two is told twice of a base at a step that it has passed. `takes_own`: when it has one due itself."""
     bases: list[int] = []
     ahead: list[int] = []
 
@@ -55,9 +58,11 @@ def hears_too_late(directory: Path) -> dict[str, Any]:
         keeping = run._keeping
         if run.step == 2:
             be_one_of_two(keeping)
-        keeping._steps_s.extend([0.001] * 8)
+        keeping._steps_s.extend(SHORT_S)
+        bases_every(1000)
         if run.step in PASSED:
             keeping.take_base_at(run.step)
+            bases_every(1 if takes_own else 1000)
         if run.step - 1 in PASSED:
             ahead.append(keeping._keeper.asked[-1] - run.step)  # type: ignore[attr-defined]
             keeping._asked_for = run.step  # that step has come and gone
@@ -69,12 +74,39 @@ def hears_too_late(directory: Path) -> dict[str, Any]:
     return {"ahead": ahead, "bases": bases}
 
 
-def test_a_rank_that_hears_of_a_base_too_late_takes_none_alone_and_names_another_step_further_ahead() -> None:
+@pytest.mark.parametrize("takes_own", [False, True], ids=["", "and has one due that the others have not"])
+def test_a_rank_that_hears_of_a_base_too_late_takes_none_for_it_and_names_another_step_further_ahead(
+    takes_own: bool,
+) -> None:
     with run_directory() as directory:
-        result = must_finish(lambda: hears_too_late(directory))
+        result = must_finish(lambda: hears_too_late(directory, takes_own=takes_own))
         first, second = result["ahead"]
         assert first > 50 and second == 2 * first, "seconds by the shortest of the last steps, and then twice as many"
-        assert set(result["bases"][1:]) == {1}
+        assert set(result["bases"][1:]) == {1, *(step + 1 for step in PASSED if takes_own)}
+
+
+def test_who_asked_and_hears_it_too_late_itself_names_another_step_further_ahead() -> None:
+    def life() -> dict[str, Any]:
+        take, is_held, ahead = Logbook.take, threading.Event(), list[int]()
+        Logbook.take = lambda *ring, **how: 0 if is_held.is_set() else take(*ring, **how)  # type: ignore[method-assign]
+
+        def at_step(run: everstep.Run) -> None:
+            keeping = run._keeping
+            if run.step == 2:
+                be_one_of_two(keeping)
+                is_held.set()
+            keeping._steps_s.extend(SHORT_S)
+            if run.step > 2 and len(keeping._keeper.asked) > len(ahead):  # type: ignore[attr-defined]
+                ahead.append(keeping._keeper.asked[-1] - run.step)  # type: ignore[attr-defined]
+                keeping._asked_for = run.step  # that step has come and gone,
+                keeping.take_base_at(run.step)  # and this is when the word comes
+
+        train_log(directory, at_step, steps=20, records_a_base=1000)
+        return {"ahead": ahead}
+
+    with run_directory() as directory:
+        first, second, *_ = must_finish(life)["ahead"]
+        assert second == 2 * first
 
 
 def test_who_asked_hears_of_it_when_all_other_nodes_have() -> None:
@@ -98,10 +130,24 @@ def test_who_asked_hears_of_it_when_all_other_nodes_have() -> None:
 
 def test_of_those_who_ask_at_once_for_a_base_the_first_speaks_for_all() -> None:
     told: list[BaseAt] = []
-    keeper: Any = SimpleNamespace(_base_at=NONE, _fleet=None, _roster=SimpleNamespace(tell=told.append))
+    keeper: Any = SimpleNamespace(_base_at=NONE, _generation="", _fleet=None, _roster=SimpleNamespace(tell=told.append))
     for step in (9, 8, 9, 10):
         Keeper._pass_on_base(keeper, BaseAt(step=step))
     assert [message.step for message in told] == [9, 10]
+
+
+def test_a_life_does_not_hear_where_the_one_before_wanted_a_base() -> None:
+    told: list[BaseAt] = []
+    heard: list[Callable[[], None]] = []
+    fleet = SimpleNamespace(pass_on=lambda message, then: heard.append(then))
+    roster = SimpleNamespace(tell=told.append)
+    keeper: Any = SimpleNamespace(_base_at=NONE, _generation="first", _fleet=fleet, _roster=roster)
+    for life, step in (("first", 9), ("second", 7)):
+        keeper._generation, keeper._base_at = life, NONE
+        Keeper._pass_on_base(keeper, BaseAt(step=step))
+    for then in heard:
+        then()
+    assert [message.step for message in told] == [7]
 
 
 TURN = 4

@@ -266,11 +266,16 @@ class Keeper:
         """
         if message.step <= self._base_at:
             return
-        self._base_at = message.step
+        self._base_at, life = message.step, self._generation
+
+        def tell() -> None:
+            if self._generation == life:  # a node that is lost may hold this up until the others have begun another
+                self._roster.tell(message)
+
         if self._fleet is None:
-            self._roster.tell(message)
+            tell()
         else:
-            self._fleet.pass_on(message, then=lambda: self._roster.tell(message))
+            self._fleet.pass_on(message, then=tell)
 
     def _welcome(self, channel: Channel, hello: Hello) -> None:
         if hello.generation != self._generation:

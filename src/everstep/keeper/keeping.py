@@ -126,6 +126,9 @@ class Keeping:
         heard = {one for one in list(self._base_steps) if one <= step}
         self._base_steps.difference_update(heard)
         base |= step in heard
+        is_late = bool(heard) and not base  # others have taken a base there, and may soon have no other
+        if is_late:
+            self._heard_s = min(2 * self._heard_s, _LONGEST_HEARD_S)
         self.last_step, self._last_at = step, time.monotonic()
         tree = self._tree()
         if self.recorder is None:
@@ -146,10 +149,7 @@ class Keeping:
             self.capture.cut(step, trees.encode(tree, "state"))
             self._prepare(self.recorder)
             self._needs_base = False
-        elif heard:  # too late: others have taken a base there, and may soon have no other
-            self._heard_s = min(2 * self._heard_s, _LONGEST_HEARD_S)
-            self._ask_for_base(step)
-        if self.recorder.needs_base(max(self._base_steps, default=self.capture.base_step)):
+        if is_late or self.recorder.needs_base(max(self._base_steps, default=self.capture.base_step)):
             self._ask_for_base(step)
 
     def _ask_for_base(self, step: int) -> None:
