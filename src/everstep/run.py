@@ -330,11 +330,11 @@ class Run:
         if self.step and not self._capture.stepped and self.step not in (self._keeping.last_step, self.resumed_from):
             self._keeping.take(self.step)
         self._keeping.wait_sealed()
-        captured = self._keeping.kept_step
+        captured, is_kept = self._keeping.kept_step, self._keeping.is_kept
         if wanted is Level.SEALED or captured is None:
-            return captured is None or captured >= self.step  # a gap in the records ends with the next base
+            return is_kept
         check_level(wanted, self.settings, self._place)
-        return self._keeper.wait_for(wanted, captured, timeout)
+        return self._keeper.wait_for(wanted, captured, timeout) and is_kept
 
     def cancel(self, level: str = "shared") -> None:
         """Stop what is on its way to deeper tiers, on all nodes; a newer step goes when it is due or waited for."""

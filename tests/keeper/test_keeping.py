@@ -196,6 +196,7 @@ def test_records_behind_a_gap_are_not_called_kept_before_all_ranks_have_a_base()
                 return
             is_held.clear()
             if (recorder.recorded_step or 0) > recorder.whole_since:
+                assert not run.wait("sealed") and not run.wait("durable", timeout=60)
                 (directory.parent / "said").write_text(str(run.status()["sealed_step"]))
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.05)
@@ -207,3 +208,17 @@ def test_records_behind_a_gap_are_not_called_kept_before_all_ranks_have_a_base()
         assert outcome.killed, outcome.error
         step = everstep.open(directory).plan().step
         assert step == int((directory.parent / "said").read_text()) and step > 2
+
+
+def test_between_captures_one_waits_for_the_last_that_was_taken() -> None:
+    def life() -> dict[str, Any]:
+        answers: list[bool] = []
+        levels = ("sealed", "durable")
+        train_tiny(
+            directory, lambda run: answers.extend(run.wait(level, timeout=60) for level in levels),
+            strategy="snapshot", lose_at_most=4, steps=10,
+        )  # fmt: skip
+        return {"answers": answers}
+
+    with run_directory() as directory:
+        assert must_finish(life)["answers"] == [True] * 20

@@ -220,6 +220,11 @@ class Keeping:
         return max((s for s in (self.capture.sealed_step, recorded) if s is not None), default=None)
 
     @property
+    def is_kept(self) -> bool:
+        """Whether the last step that was taken does: not if it was skipped, or lies behind a gap in the records."""
+        return self.last_step is None or (self.kept_step or -1) >= self.last_step
+
+    @property
     def _is_whole(self) -> bool:
         """Whether the newest records lead on from a base, and not from a gap that only the next base will close."""
         recorder, sealed = self.recorder, self.capture.sealed_step
