@@ -13,6 +13,7 @@ from everstep.events import (
     Brought,
     Called,
     ChainEnded,
+    Closed,
     Degraded,
     Event,
     Finished,
@@ -38,7 +39,7 @@ from everstep.timeline import Kind, Track, device_and_percent
 
 INCIDENTS = (
     Started, RanksLost, Called, WentOn, Rejected, Replayed, Degraded, Skipped, ChainEnded, Scavenged, Stopping, Halted,
-    Finished, KeeperStarted, Joined,
+    Closed, Finished, KeeperStarted, Joined,
 )  # fmt: skip
 Line = list[tuple[float, float]]  # time, and the value from there on
 _UNASKED_S = 2.0  # between two answers of a device: nobody asked it
