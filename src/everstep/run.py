@@ -259,7 +259,7 @@ class Run:
             return  # the next life begins by keeping what there is
         self._step_s = self._moments.cut(self.step)
         is_last = self._signals.is_last(self.step)
-        self._keeping.at_cut(self.step, self._step_s, must=is_last or self.step == self.settings.steps)
+        self._keeping.at_cut(self.step, self._step_s, must=self.step == self.settings.steps, leaves=is_last)
         if is_last:
             self._leave()
 
@@ -344,10 +344,7 @@ class Run:
         self._keeper.cancel()
 
     def should_exit(self) -> bool:
-        """Whether the step that is under way, or has just been made, is the last: the same on all ranks at a step.
-
-        The run leaves after it by itself. A loop that wants to leave in its own way calls close() and ends.
-        """
+        """Whether the step under way, or just made, is the last of all ranks; the run leaves after it."""
         return self._signals.will_leave(self.step + self._capture.stepped)
 
     def status(self) -> dict[str, object]:
@@ -428,6 +425,8 @@ class Run:
                 self._keeping.wait_sealed()
             finally:
                 self._keeper.close(final=False)
+                if not hasattr(sys, "last_value"):  # the loop was left, and the program ended well
+                    self._emit(Closed(rank=self._place.rank, step=self.step))
 
     def _leave(self) -> None:
         number = self._signals.leave()

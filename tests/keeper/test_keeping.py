@@ -222,3 +222,28 @@ def test_between_captures_one_waits_for_the_last_that_was_taken() -> None:
 
     with run_directory() as directory:
         assert must_finish(life)["answers"] == [True] * 20
+
+
+def test_sigterm_while_the_records_of_a_rank_have_a_gap_ends_it_with_its_last_step() -> None:
+    """Nobody is left to end the gap with a base, and no record leads to that step."""
+
+    def life() -> dict[str, Any]:
+        take, is_held = Logbook.take, threading.Event()
+        Logbook.take = lambda *ring, **how: 0 if is_held.is_set() else take(*ring, **how)  # type: ignore[method-assign]
+
+        def at_step(run: everstep.Run) -> None:
+            if run.step == 2:
+                be_one_of_two(run._keeping)
+                is_held.set()
+            recorder = run._keeping.recorder
+            if recorder is not None and recorder.ended_full and not run.should_exit():
+                is_held.clear()
+                (directory.parent / "left").write_text(str(run.step + 1))
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return train_log(directory, at_step, steps=200, records_a_base=1000)
+
+    with run_directory() as directory:
+        outcome = live(life, timeout=60)
+        assert outcome.code == 128 + signal.SIGTERM, outcome.error
+        assert everstep.open(directory).plan(lost={"memory"}).step == int((directory.parent / "left").read_text())

@@ -21,6 +21,7 @@ from torch import nn
 import everstep
 from everstep.capture import reserve
 from everstep.capture.host import SHARED_MEMORY
+from everstep.capture.taken import Taken
 from everstep.config import settings
 from everstep.errors import Mismatch, NotEnoughMemory
 from everstep.topology import Topology
@@ -108,6 +109,20 @@ def test_the_first_cut_after_a_disk_finds_its_memory_taken(where: str, strategy:
     found = must_finish(life)
     assert found["resumed_from"] == 3 and found["digest"] == undisturbed()
     assert len(found["slots"]) == 3 and found["slots"] == found["reserved"]
+    assert found["left"] == found["threads"] == []
+
+
+def test_where_its_files_cannot_be_named_memory_is_taken_as_if_there_were_none(directory: Path) -> None:
+    def refuse(self: Taken, *_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def life() -> dict[str, Any]:
+        Taken.name = refuse  # type: ignore[method-assign]
+        return resumed(directory, strategy="snapshot")
+
+    found = must_finish(life)
+    assert found["digest"] == undisturbed() and found["reserved"]
+    assert len(found["slots"]) == 3 and not set(found["slots"]) & set(found["reserved"])
     assert found["left"] == found["threads"] == []
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -92,6 +94,31 @@ def test_a_run_that_the_program_closes_has_not_failed() -> None:
         live(closed)
         must_finish(lambda: life(directory, 24))
         assert "failures" not in newest(directory).inputs
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+from lives import tiny
+import everstep
+model, optimizer, loader = tiny()
+run = everstep.guard(model, optimizer, loader, dir={directory!r}, epochs=None, keeper="inline", strategy="snapshot")
+for x, y in run:
+    model(x).sum().backward()
+    optimizer.step()
+    if run.step == 2:
+        {end}
+"""
+
+
+@pytest.mark.parametrize(("end", "failed"), [("break", 0), ("1 / 0", 1)])
+def test_a_loop_that_was_left_has_not_failed_and_one_that_broke_has(end: str, failed: int) -> None:
+    with run_directory() as directory:
+        tests = str(Path(__file__).parents[1])
+        program = PROGRAM.format(tests=tests, directory=str(directory), end=end)
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert ended.returncode == failed, ended.stderr
+        assert EventLog.of_rank(directory, 0).failures() == failed
 
 
 def test_what_the_user_knows_of_failures_is_taken() -> None:

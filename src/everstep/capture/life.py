@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.host import arena_root, choose_place, free_memory
 from everstep.capture.moments import Moments
 from everstep.capture.reserve import Reserve, base_slots, newest_kept
 from everstep.config import Settings
+from everstep.errors import NotEnoughMemory
 from everstep.events import Sink
 from everstep.image import ImageLayout
 from everstep.topology import Topology
@@ -39,13 +42,16 @@ class Life:
         return base_slots(self.settings, self.topology)
 
     def make_arena(self, layout: ImageLayout, *, kind: ArenaKind = "base", slots: int) -> Arena:
+        create = partial(
+            Arena.create, kind=kind, run=self.run, rank=self.topology.rank, world=self.topology.world, layout=layout,
+            slots=slots,
+        )  # fmt: skip
         size = layout.total_bytes
         given = self.reserve.give(slots, size) if self.reserve is not None and kind == "base" else None
-        root, reserved = given or (choose_place(self.settings.tiers.memory.path, slots * size, slots), None)
-        return Arena.create(
-            root, kind=kind, run=self.run, rank=self.topology.rank, world=self.topology.world, layout=layout,
-            slots=slots, reserved=reserved,
-        )  # fmt: skip
+        if given is not None:
+            with suppress(NotEnoughMemory):  # its files cannot be named here: then it is as if there were none
+                return create(given[0], reserved=given[1])
+        return create(choose_place(self.settings.tiers.memory.path, slots * size, slots))
 
     def free_memory(self) -> int:
         """Bytes that arenas may still take."""

@@ -99,12 +99,15 @@ class Keeping:
 
     # -- at a cut
 
-    def at_cut(self, step: int, step_s: float, *, must: bool) -> None:
-        """A step is done. `must`: it is to be taken even if none is due."""
+    def at_cut(self, step: int, step_s: float, *, must: bool, leaves: bool = False) -> None:
+        """A step is done. `must`: it is to be taken even if none is due. `leaves`: all ranks do, after it.
+
+        Then records alone are not enough: those of another rank may have a gap, and nobody would be there to end it.
+        """
         self._steering.at_cut(step_s, self.recorder)
         self._steps_s.append(step_s)
-        if not self._turn(step) and (must or self._is_due(step)):
-            self.take(step, base=self._steering.all_need_base)
+        if not self._turn(step) and (must or leaves or self._is_due(step)):
+            self.take(step, base=self._steering.all_need_base or (leaves and self._life.topology.world > 1))
         if self.compression is not None:
             self.compression.end_step()
         self._life.moments.kept(step)
