@@ -146,6 +146,8 @@ class Keeping:
             self.capture.cut(step, trees.encode(tree, "state"))
             self._prepare(self.recorder)
             self._needs_base = False
+            if has_ended and self.recorder.begins:  # a keeper that is there already may have just written one
+                self._keeper.persist(step, as_base=True)  # records lead nowhere on the disk before it is there
         elif heard:  # too late: others have taken a base there, and may soon have no other
             self._heard_s = min(2 * self._heard_s, _LONGEST_HEARD_S)
             self._ask_for_base(step)
