@@ -11,9 +11,9 @@ _SIZES = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def seconds(text: str, *, name: str) -> float:
+def seconds(text: object, *, name: str) -> float:
     """'30s', '500ms', '2h' as seconds."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*", text) if isinstance(text, str) else None
     if not match or float(match[1]) <= 0:
         raise BadConfig(f"{name} must be a positive duration such as '30s', '5m' or '2h', not {text!r}")
     return float(match[1]) * _UNITS[match[2]]

@@ -355,7 +355,10 @@ class EventLog:
 
     def failures(self) -> int:
         """How many lives ended otherwise than by somebody's wish, if another begins now."""
-        events = _events_in(self.path.read_bytes()) if self.path.exists() else []
+        try:
+            events = list(_events_in(self.path.read_bytes()))
+        except OSError:  # there is none yet, or nobody can read it, which must not stop training either
+            events = []
         ends = [event for event in events if isinstance(event, Started | Closed | Finished | Halted | Stopping)]
         return sum(isinstance(event, Started) for event in ends) - sum(
             isinstance(before, Started) and not isinstance(event, Started) for before, event in pairwise(ends)

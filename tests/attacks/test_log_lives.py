@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,27 @@ def test_a_finished_run_with_a_log_may_go_further() -> None:
         must_finish(lambda: train_log(directory, tiers=SELDOM))
         result = must_finish(lambda: train_log(directory, steps=12, tiers=SELDOM))
         assert (result["resumed_from"], result["digest"]) == (STEPS, undisturbed(12))
+
+
+# -- a new life under a keeper that has just written a base
+
+
+def test_the_first_steps_after_a_restart_are_durable_long_before_another_base_is_due() -> None:
+    """The first step of a life has no record: what follows leads on from its base, which must be on the disk."""
+
+    def until_durable(run: everstep.Run) -> None:
+        if run.step == 5:
+            deadline = time.monotonic() + 30
+            while (run.status()["durable_step"] or 0) < 5 and time.monotonic() < deadline:  # type: ignore[operator]
+                time.sleep(0.01)
+            os.kill(os.getpid(), 9)
+
+    def life(at_step: Callable[[everstep.Run], None]) -> dict[str, Any]:
+        return train_log(directory, at_step, records_a_base=100, tiers=SELDOM)
+
+    with run_directory() as directory:
+        assert live(lambda: life(die_at(2, lambda run: run.wait("durable")))).killed
+        assert live(lambda: life(until_durable)).killed
+        forget_memory(directory)
+        result = must_finish(lambda: life(lambda run: None))
+        assert (result["resumed_from"], result["digest"]) == (5, undisturbed())

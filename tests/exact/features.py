@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -194,6 +195,19 @@ class Shared(torch.optim.Optimizer):
             self.state[parameter]["age"] = self.state[parameter].get("age", torch.zeros(())) + 1
             parameter.sub_(parameter.grad * self.param_groups[0]["lr"] / (1 + common["norm"]))
         self.state[parameters[-1]]["steps"] = self.state[parameters[-1]].get("steps", 0) + 1
+
+
+@feature(on_two_ranks=True)
+def an_optimizer_whose_state_is_loaded_in_mid_run(trial: Trial) -> None:
+    """As for a rollback of its own: other dicts with other tensors, and those from before stay as they were."""
+    model = trial.parallel(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def load(loss: Tensor) -> None:
+        if len(trial.extra["losses"]) % 3 == 0:
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+    train(trial, model, optimizer, after=load)
 
 
 @feature()

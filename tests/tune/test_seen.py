@@ -52,6 +52,13 @@ def test_lives_that_just_ended_are() -> None:
     assert failures(STARTED, OTHER, STARTED, STARTED, ENDS[0]) == 2
 
 
+def test_what_nobody_can_read_has_seen_nothing(tmp_path: Path) -> None:
+    log = EventLog.of_rank(tmp_path, 0)
+    log.path.mkdir()
+    log(STARTED)
+    assert log.failures() == 0
+
+
 def test_what_is_given_counts_and_then_what_was_seen() -> None:
     assert mean_between(None, 0, 1e6) is None
     assert mean_between(60.0, 7, 1e6) == 60.0
@@ -127,7 +134,7 @@ def test_what_the_user_knows_of_failures_is_taken() -> None:
         assert newest(directory).inputs["M"] == 1800 and "M" not in newest(directory).assumed
 
 
-@pytest.mark.parametrize("mtbf", ["soon", "0s", "-1h"])
-def test_what_is_no_time_between_failures_is_refused(mtbf: str) -> None:
+@pytest.mark.parametrize("mtbf", ["soon", "0s", "-1h", 6])
+def test_what_is_no_time_between_failures_is_refused(mtbf: Any) -> None:
     with run_directory() as directory, pytest.raises(BadConfig):
         train_tiny(directory, mtbf=mtbf)

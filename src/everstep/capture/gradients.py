@@ -84,7 +84,8 @@ class Recorder:
         self._loose: list[tuple[int, int]] = []  # of the rest: how often each was written, and its digest at first
         self._looked = 0  # records whose gradients were compared with their packed form
         self.whole_since = resumed_from if resumed_from is not None else -1
-        self.ended_full = False  # the chain did, for want of room that other ranks may have
+        self.ended_full = False  # the chain did, for want of room that other ranks may have,
+        self.begins = True  # or it is only about to begin
         self.recorded_step: int | None = resumed_from  # sealed
         self.cut_step = -1  # the newest that was asked for
         self.stall_s = self.copy_s = 0.0  # that all records have cost the loop; that the newest took to leave a device
@@ -341,7 +342,7 @@ class Recorder:
         return self._form is not None and self._room.needs_base(self._form.record.arena, newest)
 
     def _miss(self, step: int, reason: str) -> bool:
-        self.whole_since, self.ended_full = step, reason == FULL
+        self.whole_since, self.ended_full, self.begins = step, reason == FULL, reason == _BEGINS
         if reason != self._told:
             self._told = reason
             self._life.emit(ChainEnded(rank=self._life.topology.rank, step=step, reason=reason))

@@ -269,6 +269,8 @@ class Subjects:
             _list_module(prefix, model, gate, common, add, watch, at_cut)
         for i, (prefix, optimizer) in enumerate(self._named_optimizers()):
             states = stepping(optimizer).state
+            watch.same(vars(stepping(optimizer)), "state")  # load_state_dict() brings another dict,
+            at_cut.same(vars(optimizer), "param_groups")  # and another list
             watch.grows(states)
             watch.grows(optimizer.param_groups)
             for group in optimizer.param_groups:

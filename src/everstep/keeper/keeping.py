@@ -152,6 +152,8 @@ class Keeping:
             self.capture.cut(step, trees.encode(tree, "state"))
             self._prepare(self.recorder)
             self._needs_base = False
+            if has_ended and self.recorder.begins:  # a keeper that is there already may have just written one
+                self._keeper.persist(step, as_base=True)  # records lead nowhere on the disk before it is there
         if is_late or self.recorder.needs_base(max(self._base_steps, default=self.capture.base_step)):
             self._ask_for_base(step)
 
