@@ -84,8 +84,7 @@ class Recorder:
         self._loose: list[tuple[int, int]] = []  # of the rest: how often each was written, and its digest at first
         self._looked = 0  # records whose gradients were compared with their packed form
         self.whole_since = resumed_from if resumed_from is not None else -1
-        self.ended_full = False  # the chain did, for want of room that other ranks may have,
-        self.begins = True  # or it is only about to begin
+        self.ended_full, self.begins = False, True  # why there is no chain: no room, as others may have; none yet
         self.recorded_step: int | None = resumed_from  # sealed
         self.cut_step = -1  # the newest that was asked for
         self.stall_s = self.copy_s = 0.0  # that all records have cost the loop; that the newest took to leave a device
