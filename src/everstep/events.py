@@ -388,11 +388,18 @@ def read_events(directory: Path) -> list[AnyEvent]:
 
 
 def read_events_and_torn(directory: Path) -> tuple[list[AnyEvent], int]:
-    """The same, and how many lines were left out. Of a run that goes on: the line that is being written is none yet."""
+    """The same, and how many lines were left out; of a file that cannot be read, one.
+
+    Of a run that goes on: the line that is being written is none yet.
+    """
     found: list[AnyEvent] = []
     lines = 0
     for path in sorted(directory.glob("events-*.jsonl")):
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except OSError:
+            lines += 1
+            continue
         lines += data.count(b"\n")
         found += _events_in(data)
     return sorted(found, key=lambda event: event.time), max(0, lines - len(found))

@@ -6,6 +6,7 @@ Whatever is broken is left out and named; only a directory that has nothing of a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from everstep.errors import EverstepError, NothingToRestore
@@ -15,7 +16,7 @@ from everstep.store.manifest import RUN_RECORD, run_name
 from everstep.timeline import Track, read_devices, read_timeline
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is asked for each of a hundred thousand bars is remembered
 class Story:
     directory: Path
     run: str  # empty: it cannot be read
@@ -24,12 +25,12 @@ class Story:
     missing: list[str]  # sentences
     devices: list[Track] = field(default_factory=list)  # of each node: how busy its accelerators were
 
-    @property
+    @cached_property
     def began(self) -> float:
         """The first moment of which anything is known."""
         return min(self._moments(), default=0.0)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """From there to the last one."""
         return max(self._moments(), default=0.0) - self.began
