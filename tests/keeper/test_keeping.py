@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lives import bases_every, live, must_finish, run_directory, train_log, train_tiny, turn_every
+from torch import nn
 
 import everstep
 from everstep.capture.arena import Arena
@@ -247,3 +249,36 @@ def test_sigterm_while_the_records_of_a_rank_have_a_gap_ends_it_with_its_last_st
         outcome = live(life, timeout=60)
         assert outcome.code == 128 + signal.SIGTERM, outcome.error
         assert everstep.open(directory).plan(lost={"memory"}).step == int((directory.parent / "left").read_text())
+
+
+@pytest.mark.parametrize("end", ["ends", "is stopped"])
+@pytest.mark.parametrize("strategy", ["log", "snapshot"])
+def test_a_run_whose_state_has_changed_its_shape_since_the_last_base_is_kept_when_it(end: str, strategy: str) -> None:
+    """Its last base is skipped at first, and would never become durable. A layer has its first gradient late."""
+
+    def life() -> dict[str, Any]:
+        model, late = nn.Linear(8, 3), nn.Linear(8, 3)
+        optimizer = torch.optim.AdamW([*model.parameters(), *late.parameters()])
+        bases_every(1000)
+        run = everstep.guard([model, late], optimizer, dir=directory, keeper="inline", strategy=strategy)
+        for step in range(1, 7):
+            x = torch.ones(4, 8)
+            (model(x) + (late(x) if step == 6 else 0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 6 and end == "is stopped":
+                os.kill(os.getpid(), signal.SIGTERM)
+                until(run.should_exit)
+            run.done()
+        run.close()
+        return {}
+
+    with run_directory() as directory:
+        outcome = live(life, timeout=60)
+        assert outcome.code == (0 if end == "ends" else 128 + signal.SIGTERM), outcome.error
+        assert everstep.open(directory).plan(lost={"memory"}).step == 6
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        time.sleep(0.005)

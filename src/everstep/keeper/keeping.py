@@ -31,6 +31,7 @@ _LONGEST_HEARD_S = 4.0  # up to so many
 _RECENT = 8  # steps of which the shortest counts
 _DEEPEST_S = 600.0  # that the end of a run waits for its deepest tier
 _LOOK_S = 0.2  # between two looks whether what is waited for can still come
+_AGAIN_S = 0.01  # until what was skipped is taken again
 
 
 class Keeping:
@@ -256,9 +257,20 @@ class Keeping:
         }
 
     def take_last(self, step: int) -> None:
+        """As a base, though one may be skipped: of a state that changed its shape, or while a flush reads a slot."""
         self.take(step, base=True)
         self.wait_sealed()
+        while (self.capture.sealed_step or -1) < step:
+            time.sleep(_AGAIN_S)
+            self.take(step, base=True)
+            self.wait_sealed()
         self.has_last = True
+
+    def make_sure(self, step: int) -> None:
+        """The present step survives this process, which is about to end."""
+        self.wait_sealed()
+        if not self.is_kept:
+            self.take_last(step)
 
     def bring_down(self, step: int, why_hopeless: Callable[[], str] | None) -> None:
         """The last base, that of all ranks, as deep as it goes; then its memory is let go.
