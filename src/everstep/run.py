@@ -319,22 +319,23 @@ class Run:
         self._emit(presence.report(self._place, step=self.step, left_at=self._left_at, **without))
 
     def _close_keeping(self) -> None:
-        for arena in (*self._keeping.close(), *self._capture.held()):
-            arena.close()
+        self._keeping.close()
+        self._keeping.leave_memory()
 
     # -- asking
 
     def wait(self, level: str = "durable", timeout: float | None = None) -> bool:
         """Wait until the last cut has reached a level. False if it has not, or not in time."""
         wanted = Level.named(level)
-        if self.step and not self._capture.stepped and self.step not in (self._keeping.last_step, self.resumed_from):
+        is_taken = self._closed or self.step in (self._keeping.last_step, self.resumed_from)
+        if self.step and not self._capture.stepped and not is_taken:
             self._keeping.take(self.step)
         self._keeping.wait_sealed()
         captured, is_kept = self._keeping.kept_step, self._keeping.is_kept
         if wanted is Level.SEALED or captured is None:
             return is_kept
         check_level(wanted, self.settings, self._place)
-        return self._keeper.wait_for(wanted, captured, timeout) and is_kept
+        return self._keeper.wait_for(wanted, captured, 0.0 if self._closed else timeout) and is_kept
 
     def cancel(self, level: str = "shared") -> None:
         """Stop what is on its way to deeper tiers, on all nodes; a newer step goes when it is due or waited for."""
@@ -394,10 +395,9 @@ class Run:
     def _release(self, *, final: bool) -> None:
         self._closed = True
         self._life.pop_all()
-        rings = self._keeping.close()
+        self._keeping.close()
         self._keeper.close(final=final)
-        for ring in rings if final and self._keeper.durable_base >= self.step else ():
-            ring.remove()  # the last base is on the disk: nobody needs records
+        self._keeping.leave_memory(removes_records=final and self._keeper.durable_base >= self.step)
         self._signals.give_back()
         self._claim.give_back()
         if self._presence is not None:

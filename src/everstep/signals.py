@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -34,14 +34,14 @@ class Signals:
         self._over = False
         self._forking = threading.local()  # what each thread that forks lets through otherwise
         self._old: dict[int, Any] = {}
-        self._woken = -1  # where signals were told before
+        self._woken = self._told = -1  # where signals were told before, and where they are told now
         if threading.current_thread() is threading.main_thread():
             self._catch()
 
     def _catch(self) -> None:
-        hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        hear, self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(hear, True)
-        self._woken = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        self._woken = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(hear,), name="everstep-signals", daemon=True).start()
         self._old = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         ours, old = weakref.ref(self), self._old
@@ -63,13 +63,14 @@ class Signals:
 
         Python runs signal handlers between two of its own instructions, which a hanging trainer never reaches.
         """
-        while number := os.read(hear, 1):
+        while (number := os.read(hear, 1)) and not self._over:
             if number[0] == signal.SIGTERM:
                 deadline = time.monotonic() + max(_GRACE_S, _GRACE_STEPS * self._step_s())
                 while time.monotonic() < deadline and not self._over and not self._is_leaving:
                     time.sleep(0.05)
                 if not self._over and not self._is_leaving:
                     os._exit(128 + signal.SIGTERM)
+        os.close(hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -133,6 +134,10 @@ class Signals:
                 signal.set_wakeup_fd(self._woken)
             except (ValueError, OSError):  # whoever wanted to be woken is gone
                 signal.set_wakeup_fd(-1)
+            with suppress(BlockingIOError):  # full of signals: it is awake
+                os.write(self._told, b"\0")  # the thread ends; forked children may hold this end open
+            os.close(self._told)
+            self._old = {}
 
 
 def _hold_back(signals: Signals | None) -> None:

@@ -159,6 +159,18 @@ class Keeper:
             self._fleet.close()
         self._replicas.end()
         self._remove_spent_arenas()
+        if self._inline:
+            self._leave_process()
+
+    def _leave_process(self) -> None:
+        """It goes on without this keeper, and is to hold nothing for it."""
+        self._selector.close()
+        for session in self._roster.all():
+            session.channel.close()
+            for arena in (*session.outgrown, *session.arenas()):
+                arena.close()
+            if session.watcher >= 0:
+                os.close(session.watcher)
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
