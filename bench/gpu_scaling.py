@@ -39,9 +39,11 @@ class Training:
     def __init__(self, saver: peers.Everstep, seconds: float) -> None:
         self._saver, self._seconds = saver, seconds
         if gpu_models.DEVICE == "cuda":
-            self._factor = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-            self._count = 64
-            self._count = max(1, round(64 * seconds / Stat([self._step() for _ in range(3)]).median))
+            # Few and long ones: a queue has room for some thousand launches, and whoever launches more waits in the
+            # driver, beside which nobody else can launch a copy.
+            self._factor = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+            self._count = 16
+            self._count = max(1, round(16 * seconds / Stat([self._step() for _ in range(3)]).median))
             self._plain_s = Stat([self._step() for _ in range(3)]).median
 
     def _step(self) -> float:
