@@ -418,6 +418,25 @@ def test_a_changed_model_is_refused_with_every_difference_and_strict_false_loads
         assert any("model.b.weight" in event.reason for event in told(directory, Degraded))
 
 
+def test_state_of_a_parameter_with_another_shape_is_not_loaded_either_and_training_goes_on() -> None:
+    def second() -> dict[str, Any]:
+        model = Other().float()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        run = everstep.guard(model, optimizer, dir=directory, keeper="inline", strict=False)
+        counts = {name: float(optimizer.state[p]["step"]) for name, p in model.named_parameters() if optimizer.state[p]}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        run.done()
+        run.close()
+        return {"counts": counts, "step": run.step}
+
+    with run_directory() as directory:
+        must_finish(lambda: one_step(directory, One(), torch.optim.AdamW) and {})
+        fitting = {f"{layer}.{what}": 1.0 for layer in "ad" for what in ("weight", "bias")}
+        assert must_finish(second) == {"counts": fitting, "step": 2}
+
+
 def test_another_optimizer_is_refused_by_its_name() -> None:
     def second() -> dict[str, Any]:
         try:

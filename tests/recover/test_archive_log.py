@@ -271,3 +271,16 @@ def test_records_of_two_ranks_give_what_they_had_in_common_and_what_each_had_alo
         log.unlink()
         with pytest.raises(Damaged, match="no record of rank 1 of step 2"):
             archive.load(4)
+
+
+def test_what_is_scavenged_was_read_and_damage_on_the_way_is_passed_over(copy: Path) -> None:
+    newest = bases(copy)[-1]
+    assert everstep.open(copy).scavenge() == (END, "disk")
+    damage(copy, END)
+    assert everstep.open(copy).scavenge() == (END - 1, "disk")
+    data = copy / f"step-{newest:010d}" / "rank-00000.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    assert everstep.open(copy).scavenge()[0] == everstep.open(copy).load()["step"] == END - 1
+    assert everstep.open(copy).plan().base == bases(copy)[-2]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.recover.plan import make_plan, merge, without
-from everstep.types import Attempt, Holding, Plan, Rejection, Survey
+from everstep.types import Attempt, Holding, Plan, Records, Rejection, Survey
 
 STEPS, GENERATIONS, WORLDS, NODES = range(1, 4), ("aa", "bb"), (1, 2, 3), ("n1", "n2")
 
@@ -201,3 +202,19 @@ def test_a_step_that_ended_two_readers_is_offered_last_and_one_reader_may_die_by
     assert plan.step == 5
     assert plan.rejections[0].reason == "2 readers in a row died while loading it"
     assert plan_of(parts[0], attempts=(twice,)).step == 7
+
+
+def test_a_damaged_base_and_the_values_of_its_step_have_nothing_to_do_with_each_other() -> None:
+    base, older = (held(source="disk", step=step, rank=0, world=1) for step in (7, 4))
+    values = msgspec.structs.replace(base, bytes=2)
+    records = Records(
+        source="disk", node="n1", rank=0, world=1, first=5, last=7, bytes=1, cut_time=0.0, has_values=True
+    )  # fmt: skip
+    survey = Survey(holdings=(base, older), records=(records,), values=(values,))
+    assert (make_plan(survey, {"n1"}).step, make_plan(survey, {"n1"}).base) == (7, 7)
+    without_base = make_plan(without(survey, base, "bits flipped"), {"n1"})
+    assert (without_base.step, without_base.base, without_base.values) == (7, 4, (values,))
+    without_values = make_plan(without(survey, values, "bits flipped"), {"n1"})
+    assert (without_values.step, without_values.base) == (7, 7)
+    neither = without(without(survey, base, "bits flipped"), values, "bits flipped")
+    assert make_plan(neither, {"n1"}).step == 4

@@ -202,12 +202,18 @@ def _give_states(checkpoint: Checkpoint, subjects: Subjects) -> None:
         state_of, worker = checkpoint.state_names(prefix), stepping(optimizer)
         known = {name for group in checkpoint.info.optimizers[index].groups for name in group}
         for parameter in (p for group in worker.param_groups for p in group["params"]):
-            found = state_of.get(names[id(parameter)], {})
+            found = state_of.get(names[id(parameter)], {}) if _fits(checkpoint, names, parameter) else {}
             state = {key: _like(checkpoint, full, parameter, full in on_host) for key, full in found.items()}
             if state:
                 worker.state[parameter] = state
             elif names[id(parameter)] in known:
                 worker.state.pop(parameter, None)  # made in steps that are taken back
+
+
+def _fits(checkpoint: Checkpoint, names: dict[int, str], parameter: Tensor) -> bool:
+    """Not if it had another shape: then it was not loaded, and its state is of no use to it."""
+    pieces = checkpoint.pieces.get(names[id(parameter)])
+    return pieces is None or pieces[0][0].shape == tuple(parameter.shape)
 
 
 @torch.no_grad()
@@ -229,7 +235,7 @@ def _restore_beside(checkpoint: Checkpoint, subjects: Subjects) -> None:
         for g, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 plain = saved["plain"].get(names[id(parameter)], {})
-                if plain:
+                if plain and _fits(checkpoint, names, parameter):
                     states[parameter].update(_on(parameter.device, plain))
             if g < len(saved["groups"]):
                 _restore_group(group, saved["groups"][g])

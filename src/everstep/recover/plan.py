@@ -266,7 +266,7 @@ def lost_members(record: ParityRecord, with_parity: Collection[int], found: Coll
 
 
 def without(survey: Survey, bad: Holding | Records | ParityHolding, reason: str) -> Survey:
-    """The survey after a part, parity, or the first of some records turned out to be damaged."""
+    """The survey after a part, values, parity, or the first of some records turned out to be damaged."""
     if isinstance(bad, ParityHolding):
         rejection = Rejection(step=bad.record.step, source="parity", reason=reason)
         parities = tuple(p for p in survey.parities if p != bad)
@@ -275,13 +275,12 @@ def without(survey: Survey, bad: Holding | Records | ParityHolding, reason: str)
         rejection = Rejection(step=bad.first, source=bad.source, reason=reason)
         records = tuple(cut for one in survey.records for cut in _cut_out(one, bad))
         return msgspec.structs.replace(survey, records=records, rejections=(*survey.rejections, rejection))
-    rejection = Rejection(step=bad.step, source=bad.source, reason=reason)
-    return msgspec.structs.replace(
-        survey,
-        holdings=tuple(h for h in survey.holdings if h is not bad and _place(h) != _place(bad)),
-        values=tuple(v for v in survey.values if _place(v) != _place(bad)),
-        rejections=(*survey.rejections, rejection),
-    )
+    rejections = (*survey.rejections, Rejection(step=bad.step, source=bad.source, reason=reason))
+    if bad in survey.values:  # which a base of the same step has nothing to do with
+        values = tuple(v for v in survey.values if _place(v) != _place(bad))
+        return msgspec.structs.replace(survey, values=values, rejections=rejections)
+    holdings = tuple(h for h in survey.holdings if _place(h) != _place(bad))
+    return msgspec.structs.replace(survey, holdings=holdings, rejections=rejections)
 
 
 def up_to(survey: Survey, limit: int | None) -> Survey:

@@ -26,7 +26,7 @@ from everstep.recover.reach import nodes_of
 from everstep.recover.shelf import RecordImage, Shelf
 from everstep.recover.survey import Sources
 from everstep.store.frame import format_of
-from everstep.store.log import scan, starts
+from everstep.store.log import read_log, starts
 from everstep.store.manifest import (
     Folder,
     committed_steps,
@@ -116,7 +116,7 @@ def salvage(
             if plan.step is None:
                 reasons = "".join(f"\n  step {r.step} ({r.source}): {r.reason}" for r in plan.rejections)
                 raise NothingToRestore(f"no base can be made whole from what is left{reasons}")
-            bad = [] if plan.base in committed_steps(tier) else _write(reader, plan, tier, watch)
+            bad = [] if _has_base(tier, plan, sources.run) else _write(reader, plan, tier, watch)
             bad = (
                 bad or _write_records(reader, plan, tier, sources.run) or _write_values(reader, plan, tier, sources.run)
             )
@@ -126,6 +126,18 @@ def salvage(
                 survey = without(survey, what, reason)
     finally:
         reader.close()
+
+
+def _has_base(tier: Tier, plan: Plan, run: str) -> bool:
+    """Whether a tier has the base of a plan, by reading all of it."""
+    if plan.base not in committed_steps(tier):
+        return False
+    try:
+        for holding in plan.parts:
+            read_data(tier, read_single_part(tier, holding.step, holding.rank, run, step_folder))
+    except (FileNotFoundError, Damaged):
+        return False
+    return True
 
 
 def _write_records(reader: _Reader, plan: Plan, tier: Tier, run: str) -> list[_Bad]:
@@ -178,7 +190,7 @@ def _leads_to(tier: Tier, rank: int, run: str, base: int) -> int:
     """The newest step of a rank that a tier's own records lead to from a base."""
     for start in starts(tier, rank):
         if start <= base:
-            base = max(base, scan(tier, start, rank, run).last)
+            base = max(base, read_log(tier, start, rank, run).last)
     return base
 
 
