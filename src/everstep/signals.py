@@ -16,6 +16,7 @@ from typing import Any
 
 _GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
 _HEARD_S = 0.5  # until all ranks have heard of the last step
+_END = b"\0"  # no signal has this number
 
 
 class Signals:
@@ -44,11 +45,11 @@ class Signals:
         self._woken = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(hear,), name="everstep-signals", daemon=True).start()
         self._old = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        ours, old = weakref.ref(self), self._old
+        ours = weakref.ref(self)
         os.register_at_fork(
             before=lambda: _hold_back(ours()),
             after_in_parent=lambda: _let_through(ours()),
-            after_in_child=lambda: _let_be_a_child(ours(), old),
+            after_in_child=lambda: _let_be_a_child(ours()),
         )
 
     def join(self, tell: Callable[[int, str], None] | None, *, leaves_alone: bool) -> None:
@@ -63,7 +64,7 @@ class Signals:
 
         Python runs signal handlers between two of its own instructions, which a hanging trainer never reaches.
         """
-        while (number := os.read(hear, 1)) and not self._over:
+        while (number := os.read(hear, 1)) not in (_END, b""):
             if number[0] == signal.SIGTERM:
                 deadline = time.monotonic() + max(_GRACE_S, _GRACE_STEPS * self._step_s())
                 while time.monotonic() < deadline and not self._over and not self._is_leaving:
@@ -75,6 +76,10 @@ class Signals:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
+        if self._over:  # it ended in another thread, or somebody has put this back
+            self._restore()
+            os.kill(self._pid, number)
+            return
         if self._stands_by:
             raise SystemExit(128 + number)
         if self._received is not None and number == signal.SIGINT:
@@ -125,19 +130,45 @@ class Signals:
         return self._received or (None if self.halt else signal.SIGTERM)
 
     def give_back(self) -> None:
-        """Signals are again what they were before."""
+        """Signals are again what they were before; if another run hears them by now, once that gives them back."""
         self._over = True
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        if self._old:
-            try:
-                signal.set_wakeup_fd(self._woken)
-            except (ValueError, OSError):  # whoever wanted to be woken is gone
-                signal.set_wakeup_fd(-1)
-            with suppress(BlockingIOError):  # full of signals: it is awake
-                os.write(self._told, b"\0")  # the thread ends; forked children may hold this end open
-            os.close(self._told)
-            self._old = {}
+        if threading.current_thread() is threading.main_thread():
+            self._restore()
+
+    def _restore(self) -> None:
+        if not self._old:
+            return
+        old, woken = self._before()
+        for number, handler in old.items():
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, handler)
+        told = signal.set_wakeup_fd(-1)
+        if told < 0 or told != self._told:  # whoever came later will tell us again, as he found it
+            signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+            return
+        try:
+            signal.set_wakeup_fd(woken)
+        except (ValueError, OSError):  # whoever wanted to be woken is gone
+            signal.set_wakeup_fd(-1)
+        self._end_thread()
+
+    @property
+    def _older(self) -> Signals | None:
+        """Of a run that was over while this one heard its signals."""
+        older = getattr(self._old[signal.SIGTERM], "__self__", None)
+        return older if isinstance(older, Signals) and older._over else None
+
+    def _before(self) -> tuple[Mapping[int, Any], int]:
+        """Handlers, and where signals were told, of whoever was there before and is still."""
+        return self._older._before() if self._older is not None else (self._old, self._woken)
+
+    def _end_thread(self) -> None:
+        if self._older is not None:
+            self._older._end_thread()
+        with suppress(BlockingIOError):  # full of signals: it is awake, and comes to the end
+            os.write(self._told, _END)  # forked children may hold this side open
+        os.close(self._told)
+        self._told = -1
 
 
 def _hold_back(signals: Signals | None) -> None:
@@ -152,11 +183,11 @@ def _let_through(signals: Signals | None) -> None:
         del signals._forking.mask
 
 
-def _let_be_a_child(signals: Signals | None, old: Mapping[int, Any]) -> None:
+def _let_be_a_child(signals: Signals | None) -> None:
     """A forked child is not the trainer: SIGTERM ends it as ever, and the trainer does not hear of it."""
     if signals is not None and not signals._over:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, old[signal.SIGTERM])
+        signal.signal(signal.SIGTERM, signals._before()[0][signal.SIGTERM])
     _let_through(signals)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,39 @@ def test_asking_a_run_that_is_over_neither_takes_anything_nor_waits_for_ever() -
         assert run.wait("sealed")
         assert run.wait("durable")
         assert run.status()["arena"] is None
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_whichever_of_several_runs_ends_first_signals_are_in_the_end_what_they_were(order: tuple[int, ...]) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    woken, before = signal.set_wakeup_fd(-1), held()
+    with ExitStack() as folders:
+        runs = [guarded(folders.enter_context(run_directory()), "snapshot", "inline") for _ in order]
+        for at in order:
+            runs[at].close()
+        for thread in threading.enumerate():
+            if thread.name == "everstep-signals":
+                thread.join(3.0)
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+        assert signal.set_wakeup_fd(woken) == -1
+        assert held() == before
+
+
+@pytest.mark.parametrize("ending", ["in another thread", "and its handler comes back"])
+def test_a_process_whose_run_is_over_ends_when_it_is_told_to(ending: str) -> None:
+    with run_directory() as directory:
+        child = os.fork()
+        if not child:
+            run = guarded(directory, "snapshot", "inline")
+            ours = signal.getsignal(signal.SIGTERM)
+            if ending == "in another thread":
+                closing = threading.Thread(target=run.close)
+                closing.start()
+                closing.join()
+            else:
+                run.close()
+                signal.signal(signal.SIGTERM, ours)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20.0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
