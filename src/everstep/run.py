@@ -28,7 +28,7 @@ from everstep.capture.position import Feed
 from everstep.capture.reserve import Reserve
 from everstep.capture.steering import followed
 from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
-from everstep.errors import BadConfig, Damaged, EverstepError, Restart
+from everstep.errors import BadConfig, Damaged, EverstepError, Misuse, Restart
 from everstep.events import Closed, Degraded, EventLog, Finished, Halted, Started, Stopping
 from everstep.keeper.arrival import arrive, check, check_level
 from everstep.keeper.client import KeeperClient
@@ -111,7 +111,7 @@ class Run:
         self._left_at = 0  # the step at which a life was ended by a loss
         self._state, self._loader, self._step_s = state, loader, 0.0
         self._finished = self._had_finished = False  # now, or in an earlier life
-        self._closed = self.is_iterated = False
+        self._closed = self._is_between = self.is_iterated = False  # between: a life was ended, and none has begun
         self._random: dict[str, Any] | None = None
         self._places = Places.chosen(chosen.directory, chosen.tiers)
         claim.make(self._places)
@@ -253,6 +253,8 @@ class Run:
     def _cut(self) -> None:
         if not self._capture.take_step():
             return
+        if self._closed:
+            raise Misuse("this run is over, and its last update is not kept: guard() goes on from the step before it")
         self.step += 1
         self._state.reductions.settle()
         if self._forward is not None and self._forward.is_under_way:
@@ -292,7 +294,7 @@ class Run:
 
     def end_life(self) -> None:
         """For the loop of run.live(): let go of what belongs to the present life; whatever is sealed stays."""
-        self._left_at = self.step
+        self._left_at, self._is_between = self.step, True
         self._life.close()
         if self._signals.is_asked:
             raise SystemExit(128 + signal.SIGTERM)
@@ -310,7 +312,7 @@ class Run:
             self._begin(carried)
         except Damaged as error:
             raise Restart(f"those who are left have no whole checkpoint among them: {error}") from error
-        self._had_finished = False  # what is restored may be in memory only: they end it
+        self._had_finished = self._is_between = False  # what is restored may be in memory only: they end it
         self._listen()
         if self.resumed_from is None:
             raise Restart("nothing was sealed yet that those who are left could go on from")
@@ -319,8 +321,8 @@ class Run:
         self._emit(presence.report(self._place, step=self.step, left_at=self._left_at, **without))
 
     def _close_keeping(self) -> None:
-        self._keeping.close()
-        self._keeping.leave_memory()
+        for arena in (*self._keeping.close(), *self._capture.held()):
+            arena.close()
 
     # -- asking
 
@@ -367,6 +369,8 @@ class Run:
 
     def close(self) -> None:
         """Make the last step durable and end. Called by itself when the loop ends."""
+        if self._is_between:
+            self.give_up()
         if self._closed:
             return
         self._closed = True
@@ -395,9 +399,10 @@ class Run:
     def _release(self, *, final: bool) -> None:
         self._closed = True
         self._life.pop_all()
-        self._keeping.close()
+        rings = self._keeping.close()
         self._keeper.close(final=final)
-        self._keeping.leave_memory(removes_records=final and self._keeper.durable_base >= self.step)
+        for ring in rings if final and self._keeper.durable_base >= self.step else ():
+            ring.remove()  # the last base is on the disk: nobody needs records
         self._signals.give_back()
         self._claim.give_back()
         if self._presence is not None:

@@ -1,4 +1,7 @@
-"""A run that is over leaves its process as it was: no memory, no descriptor and no thread stays for it."""
+"""A run that is over and that nobody needs leaves its process as it was: no memory, no descriptor and no thread.
+
+As long as somebody has it its memory stays mapped: whoever comes late, a reduction or another thread, looks into it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.errors import Misuse
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import run_directory
@@ -28,22 +32,34 @@ def held() -> tuple[int, int, set[str]]:
     return maps, len(os.listdir("/proc/self/fd")), threads
 
 
-def guarded(directory: Path, strategy: str, keeper: str) -> everstep.Run:
+def until_threads_ended() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("everstep"):
+            thread.join(3.0)
+    gc.collect()
+
+
+def guarded(directory: Path, strategy: str, keeper: str, steps: int = 4) -> everstep.Run:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     run = everstep.guard(model, optimizer, dir=directory, strategy=strategy, keeper=keeper, linger="1s")
-    for _ in range(4):
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in range(steps):
+        update(run)
         run.done()
     return run
+
+
+def update(run: everstep.Run) -> None:
+    (model,), (optimizer,) = run._state.subjects.models, run._state.subjects.optimizers
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("ending", ["close", "give_up", "finish"])
 @pytest.mark.parametrize("keeper", ["process", "inline"])
 @pytest.mark.parametrize("strategy", ["snapshot", "log", "replica"])
-def test_a_run_that_is_over_holds_nothing_of_its_process(strategy: str, keeper: str, ending: str) -> None:
+def test_a_run_that_is_over_and_let_go_of_holds_nothing_of_its_process(strategy: str, keeper: str, ending: str) -> None:
     with run_directory() as directory:
         guarded(directory, strategy, keeper).close()  # whatever is loaded only once
     gc.collect()
@@ -52,35 +68,52 @@ def test_a_run_that_is_over_holds_nothing_of_its_process(strategy: str, keeper: 
         run = guarded(directory, strategy, keeper)
         assert held()[0] > before[0], "nothing was captured: the test would not see what stays"
         getattr(run, ending)()
-        for thread in threading.enumerate():
-            if thread.name.startswith("everstep"):
-                thread.join(3.0)
-        assert held() == before
         assert run.step == 4
+        del run
+        until_threads_ended()
+        assert held() == before
 
 
-def test_asking_a_run_that_is_over_neither_takes_anything_nor_waits_for_ever() -> None:
+def test_a_run_that_is_over_takes_nothing_says_so_and_does_not_wait_for_ever() -> None:
+    """A cell of a notebook breaks between an update and its cut, and another one goes on with the same run."""
     with run_directory() as directory:
         run = guarded(directory, "snapshot", "process")
         run.wait("durable")
+        update(run)
         run.give_up()
-        run.step += 1  # a loop that broke between an update and its cut
+        memory = {path: path.stat().st_ino for path in Path(str(run.status()["arena"])).iterdir()}
+        with pytest.raises(Misuse, match="this run is over"):
+            run.done()
         assert run.wait("sealed")
         assert run.wait("durable")
-        assert run.status()["arena"] is None
+        assert {path: path.stat().st_ino for path in memory} == memory
+        run = guarded(directory, "snapshot", "process", steps=0)
+        assert run.resumed_from == 4
+        run.close()
+
+
+def test_a_run_whose_life_was_ended_by_a_loss_is_closed_by_letting_go() -> None:
+    """`try: for step in run.live() ... finally: run.close()`: its exit code is that of the loss, not of the closing."""
+    with run_directory() as directory:
+        run = guarded(directory, "log", "process")
+        run.end_life()
+        run.close()
+        run = guarded(directory, "log", "process", steps=0)
+        assert run.resumed_from == 4
+        run.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
 def test_whichever_of_several_runs_ends_first_signals_are_in_the_end_what_they_were(order: tuple[int, ...]) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    until_threads_ended()
     woken, before = signal.set_wakeup_fd(-1), held()
     with ExitStack() as folders:
         runs = [guarded(folders.enter_context(run_directory()), "snapshot", "inline") for _ in order]
         for at in order:
             runs[at].close()
-        for thread in threading.enumerate():
-            if thread.name == "everstep-signals":
-                thread.join(3.0)
+        del runs
+        until_threads_ended()
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
         assert signal.set_wakeup_fd(woken) == -1
         assert held() == before

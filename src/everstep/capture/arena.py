@@ -19,6 +19,7 @@ import secrets
 import shutil
 import struct
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,11 @@ def _file(folder: Path | None, name: str, whose: str) -> int:
     return os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
 
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
 class Arena:
     """One rank's slots. The trainer writes; anybody may read at any time."""
 
@@ -122,6 +128,7 @@ class Arena:
             raise Damaged("an arena whose control file is cut off", file=place)
         self.slots = mapped if mapped is not None else [mmap.mmap(slot, self.slot_bytes) for slot in slots]
         self._next = self._sequence = 0  # of a ring: the slot whose turn it is; the newest seal by this object
+        weakref.finalize(self, _close_all, self.descriptors).atexit = False  # mappings go with the last who looks there
 
     # -- making and finding
 
@@ -192,9 +199,7 @@ class Arena:
     def close(self) -> None:
         unmap((self.control, *self.slots))
         self.unlock()
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.descriptors = []
+        _close_all(self.descriptors)
 
     def remove(self) -> None:
         if self.place != MEMFD:

@@ -228,13 +228,6 @@ class Capture:
         if self._life.reserve is not None:
             self._life.reserve.close()  # no cut has come
 
-    def leave_memory(self) -> None:
-        """Once it is closed: this process holds nothing of the arenas any more, which stay for whoever needs them."""
-        with self._lock:  # the keeper may still ask for a lease
-            held, self._left, self._arena, self._shape = self.held(), [], None, None
-        for arena in held:
-            arena.close()
-
     def _watch_versions(self, shape: Shape) -> None:
         """In the first captures, remember how often each gated tensor was written, to compare at the gate."""
         self._cuts += 1

@@ -289,17 +289,10 @@ class Keeping:
             )
         self.capture.let_go()
 
-    def close(self) -> None:
-        """Touch the program's objects no more."""
-        self._rings = self.recorder.close() if self.recorder is not None else []
+    def close(self) -> list[Arena]:
+        """Touch the program's objects no more. Returns the rings, which somebody needs until a base is safe."""
+        rings = self.recorder.close() if self.recorder is not None else []
         if self.compression is not None:
             self.compression.close()
         self.capture.close()
-
-    def leave_memory(self, *, removes_records: bool = False) -> None:
-        """Once it is closed: hold none of it in this process. `removes_records`: a base is safe, nobody needs them."""
-        for ring in self._rings:
-            if removes_records:
-                ring.remove()
-            ring.close()
-        self.capture.leave_memory()
+        return rings
