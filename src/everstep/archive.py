@@ -265,6 +265,11 @@ class Archive:
 
     # -- right now
 
+    def trainers(self) -> list[int]:
+        """The processes of this node that train the run now."""
+        with self._sources() as sources:
+            return _trainers([*sources.arenas, *sources.rings])
+
     def status(self) -> dict[str, Any]:
         """Whether the run lives, how far it is, and what each kind of loss would cost."""
         with self._sources() as sources:
@@ -272,7 +277,7 @@ class Archive:
             kept = kept_steps(survey)
             arenas = [*sources.arenas, *sources.rings]
             live = _done_by_all(arenas)
-            pids = sorted({arena.pid for arena in arenas if arena.kind != "replica" and process_alive(arena.pid)})
+            pids = _trainers(arenas)
             return {
                 "run": self.run,
                 "directory": str(self.directory),
@@ -394,6 +399,10 @@ def _went_on(directory: Path) -> list[WentOn]:
     events = [event for event in read_events(directory) if isinstance(event, WentOn)]
     first = min((event.rank for event in events), default=0)
     return [event for event in events if event.rank == first]
+
+
+def _trainers(arenas: list[Arena]) -> list[int]:
+    return sorted({arena.pid for arena in arenas if arena.kind != "replica" and process_alive(arena.pid)})
 
 
 def _ring_state(rings: list[Arena], on_disk: Survey) -> dict[str, int]:

@@ -38,6 +38,13 @@ def test_a_halt_is_set_shown_replaced_and_cleared(cli: Cli, directory: Path) -> 
     assert halts.read(directory) is None
 
 
+def test_whoever_halts_a_run_that_nobody_trains_is_told_whom_it_will_stop(cli: Cli, directory: Path) -> None:
+    said = cli("halt", directory, "--now").out
+    assert "nobody trains it on this node now" in said and "its next start leaves after a step or a few" in said
+    assert said.endswith("--clear takes the halt back\n")
+    cli("halt", directory, "--clear")
+
+
 def test_a_halt_that_was_obeyed_is_shown_as_such(cli: Cli, directory: Path) -> None:
     cli("halt", directory, "--now")
     record = halts.read(directory)

@@ -41,7 +41,8 @@ def command(
     conditions = now or after is not None or before is not None or seconds is not None
     if conditions + clear + show != 1:
         raise BadConfig("say when: --now, --after, --before or --seconds; or --clear, or --show")
-    place = open(directory).directory
+    past = open(directory)
+    place = past.directory
     if clear:
         halts.clear(place)
     if conditions:
@@ -51,6 +52,9 @@ def command(
         )  # fmt: skip
         halts.write(place, record)
     _say(place, halts.read(place), json)
+    if now and not json and not past.trainers():
+        print("nobody trains it on this node now: unless others do, its next start leaves after a step or a few")
+        print("--clear takes the halt back")
 
 
 def parse_time(text: str, now: float) -> float:
