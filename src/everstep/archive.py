@@ -152,9 +152,14 @@ class Archive:
             raise NothingToRestore(f"{self.directory} has no step on disk yet")
         step = committed[-1] if step is None else step
         if step not in committed:
-            raise NothingToRestore(f"step {step} is not on disk; there are {committed}")
+            raise NothingToRestore(f"step {step} is not on disk; there are {committed}.{self._its_records(step)}")
         commit = read_commit(self._tier, step, self.run)
         return commit, [read_part(self._tier, commit, ref.rank) for ref in commit.parts]
+
+    def _its_records(self, step: int) -> str:
+        """How to see a step that has no base of its own."""
+        has_records = any(kept.step == step != kept.base for kept in self.kept())
+        return f" It is a base and records: everstep show --log --step {step} shows the record." if has_records else ""
 
     # -- whether it is sound
 
