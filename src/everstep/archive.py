@@ -263,8 +263,8 @@ class Archive:
         if to is not None:
             tier = DiskTier(Path(to).absolute(), name=to, survives=Survives.NODE)
         with self._sources() as sources:
-            if is_training(sources):
-                raise RunHeld(str(self.directory), 0, sources.node)
+            if pids := _trainers([*sources.arenas, *sources.rings]):
+                raise RunHeld(str(self.directory), pids[0], sources.node)
             step = salvage(sources, self._everywhere(sources), read_note(self.run), tier, watch)
         return step, tier.name
 

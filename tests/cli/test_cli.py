@@ -218,6 +218,8 @@ def test_status_of_a_live_run_shows_small_losses(cli: Cli) -> None:
             assert reboot["restored_from"].startswith("disk") and reboot["steps"] < status["step"]
             assert (disk["restored_from"], disk["seconds"]) == ("nothing", None)
             assert f"trainers: {child};" in cli("status", directory).out
+            said = cli("scavenge", directory)
+            assert said.code == 6 and f"is in use by process {child} on" in said.err
             assert "nobody trains" not in cli("halt", directory, "--now").out
         finally:
             os.kill(child, signal.SIGKILL)
