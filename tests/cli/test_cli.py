@@ -320,6 +320,17 @@ def test_damage_is_exit_code_4_and_passed_over(cli: Cli, copy: Path, tmp_path: P
     assert not (tmp_path / "six.safetensors").exists()
 
 
+def test_a_damaged_list_of_places_is_no_lost_state_and_is_written_anew_by_the_next_start(cli: Cli, copy: Path) -> None:
+    sound = (copy / "tiers.json").read_bytes()
+    for damaged in (sound[:-9], sound.replace(b"memory", b"m3mory")):
+        (copy / "tiers.json").write_bytes(damaged)
+        said = cli("ls", copy)
+        assert said.code == 4
+        assert "only names other places of the run" in said.err and "start the run, which writes it anew" in said.err
+    assert must_finish(lambda: train_tiny(copy, strict=False, steps=7))["resumed_from"] == 6
+    assert (copy / "tiers.json").read_bytes() == sound
+
+
 def test_rm_refuses_the_last_step_that_can_be_restored(cli: Cli, copy: Path) -> None:
     damage(copy, 4)
     assert cli("rm", copy, 2, "--json").json == {"removed": [2], "gone_with_them": []}

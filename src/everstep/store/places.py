@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.capture.host import arena_root
-from everstep.errors import EverstepError
+from everstep.errors import Damaged, EverstepError, NewerFormat
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import encode, read_record
@@ -47,6 +47,11 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
             record = read_record(DiskTier(directory), RECORD, TiersRecord)
         except (FileNotFoundError, NotADirectoryError):
             return cls(directory=str(directory))
+        except NewerFormat:
+            raise
+        except Damaged as error:
+            way = "it only names other places of the run, and holds no state; start the run, which writes it anew"
+            raise Damaged(f"{error.reason}: {way}", tier=error.tier, file=error.file) from None
         return cls(
             directory=str(directory), memory=record.memory, disk=record.disk, shared=record.shared,
             objects=record.objects,
