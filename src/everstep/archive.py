@@ -60,8 +60,8 @@ from everstep.recover.survey import Sources
 from everstep.recover.times import Times, measure, times
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
-from everstep.store.manifest import RUN_RECORD, committed_steps, partial_steps, read_commit, read_part, run_name
-from everstep.store.places import Places
+from everstep.store.manifest import committed_steps, partial_steps, read_commit, read_part, run_name
+from everstep.store.places import Places, not_a_run
 from everstep.store.tier import Tier
 from everstep.topology import process_alive
 from everstep.types import Commit, Part, Plan, Source, Survey, Survives
@@ -84,7 +84,7 @@ class Archive:
         try:
             self.run = run_name(DiskTier(directory))
         except (FileNotFoundError, NotADirectoryError):
-            raise NothingToRestore(f"{directory} is not a run's directory: it has no {RUN_RECORD}") from None
+            raise not_a_run(directory) from None
 
     # -- what is there
 

@@ -272,7 +272,8 @@ def test_nothing_to_restore_is_exit_code_3(cli: Cli, finished: Path, tmp_path: P
             rest = {"rm": [1], "export": [tmp_path / "out"]}.get(words[0], [])
             said = cli(*words, tmp_path / place, *rest)
             assert said.code == 3, (words, place, said)
-            assert "not a run's directory" in said.err
+            why = "it is not there" if place == "nowhere" else "it has no run.json"
+            assert f"not a run's directory: {why}; give what was dir= of guard()" in said.err
     for words in (["show", finished, "--step", 5], ["verify", finished, "--step", 5], ["rm", finished, 5]):
         said = cli(*words)
         assert said.code == 3, said
