@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, ago, print_json
+from everstep.cli.output import Directory, Json, ago, counted, print_json
 from everstep.errors import BadConfig
 from everstep.halt import is_in_force
 from everstep.image import FORMAT
@@ -91,7 +91,7 @@ def _say(directory: Path, halt: HaltRecord | None, json: bool) -> None:
 def _conditions(halt: HaltRecord) -> list[str]:
     said = ["now"] if halt.now else []
     if halt.after is not None:
-        said.append(f"after {halt.after} checkpoints")
+        said.append(f"after {counted(halt.after, 'checkpoint')}")
     if halt.before is not None:
         said.append(f"before {datetime.datetime.fromtimestamp(halt.before).isoformat(sep=' ', timespec='seconds')}")
     if halt.seconds is not None:

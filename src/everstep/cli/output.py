@@ -84,6 +84,10 @@ def human_seconds(seconds: float | None) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def note(replica: str) -> str:
     """What to say of a step that a replica made whose bits may not be those of training."""
     return f" (replica of {replica}, not bit for bit)" if replica else ""
