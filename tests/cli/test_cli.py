@@ -167,6 +167,9 @@ def test_plan_says_what_a_restart_would_do(cli: Cli, killed: Path) -> None:
         "rejections"
     ]
     assert "step 5 would be restored" in cli("plan", killed).out
+    said = cli("plan", killed, "--lost", "disk").out
+    assert "step 5 would be restored" in said and "passed over" not in said
+    assert re.search(r"5 │ memory │ memory is taken to be lost", cli("plan", killed, "--lost", "memory").out)
     said = cli("plan", killed, "--lost", "memory", "--lost", "disk")
     assert said.code == 0
     assert "nothing can be restored" in said.out
