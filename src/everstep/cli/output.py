@@ -57,7 +57,8 @@ def bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=total, visible=False)
         patience = threading.Timer(_PATIENCE_S, progress.update, (task,), {"visible": True})
         patience.start()
