@@ -60,8 +60,8 @@ from everstep.recover.survey import Sources
 from everstep.recover.times import Times, measure, times
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
-from everstep.store.manifest import RUN_RECORD, committed_steps, partial_steps, read_commit, read_part, run_name
-from everstep.store.places import Places
+from everstep.store.manifest import committed_steps, partial_steps, read_commit, read_part, run_name
+from everstep.store.places import Places, not_a_run
 from everstep.store.tier import Tier
 from everstep.topology import process_alive
 from everstep.types import Commit, Part, Plan, Source, Survey, Survives
@@ -84,7 +84,7 @@ class Archive:
         try:
             self.run = run_name(DiskTier(directory))
         except (FileNotFoundError, NotADirectoryError):
-            raise NothingToRestore(f"{directory} is not a run's directory: it has no {RUN_RECORD}") from None
+            raise not_a_run(directory) from None
 
     # -- what is there
 
@@ -152,9 +152,14 @@ class Archive:
             raise NothingToRestore(f"{self.directory} has no step on disk yet")
         step = committed[-1] if step is None else step
         if step not in committed:
-            raise NothingToRestore(f"step {step} is not on disk; there are {committed}")
+            raise NothingToRestore(f"step {step} is not on disk; there are {committed}.{self._its_records(step)}")
         commit = read_commit(self._tier, step, self.run)
         return commit, [read_part(self._tier, commit, ref.rank) for ref in commit.parts]
+
+    def _its_records(self, step: int) -> str:
+        """How to see a step that has no base of its own."""
+        has_records = any(kept.step == step != kept.base for kept in self.kept())
+        return f" It is a base and records: everstep show --log --step {step} shows the record." if has_records else ""
 
     # -- whether it is sound
 
@@ -258,12 +263,17 @@ class Archive:
         if to is not None:
             tier = DiskTier(Path(to).absolute(), name=to, survives=Survives.NODE)
         with self._sources() as sources:
-            if is_training(sources):
-                raise RunHeld(str(self.directory), 0, sources.node)
+            if pids := _trainers([*sources.arenas, *sources.rings]):
+                raise RunHeld(str(self.directory), pids[0], sources.node)
             step = salvage(sources, self._everywhere(sources), read_note(self.run), tier, watch)
         return step, tier.name
 
     # -- right now
+
+    def trainers(self) -> list[int]:
+        """The processes of this node that train the run now."""
+        with self._sources() as sources:
+            return _trainers([*sources.arenas, *sources.rings])
 
     def status(self) -> dict[str, Any]:
         """Whether the run lives, how far it is, and what each kind of loss would cost."""
@@ -272,7 +282,7 @@ class Archive:
             kept = kept_steps(survey)
             arenas = [*sources.arenas, *sources.rings]
             live = _done_by_all(arenas)
-            pids = sorted({arena.pid for arena in arenas if arena.kind != "replica" and process_alive(arena.pid)})
+            pids = _trainers(arenas)
             return {
                 "run": self.run,
                 "directory": str(self.directory),
@@ -394,6 +404,10 @@ def _went_on(directory: Path) -> list[WentOn]:
     events = [event for event in read_events(directory) if isinstance(event, WentOn)]
     first = min((event.rank for event in events), default=0)
     return [event for event in events if event.rank == first]
+
+
+def _trainers(arenas: list[Arena]) -> list[int]:
+    return sorted({arena.pid for arena in arenas if arena.kind != "replica" and process_alive(arena.pid)})
 
 
 def _ring_state(rings: list[Arena], on_disk: Survey) -> dict[str, int]:

@@ -18,6 +18,11 @@ KeeperKind = Literal["process", "inline"]
 Policy = Literal["spare", "forward", "rollback", "restart"]
 Batch = Literal["redistribute", "shrink"]
 
+_TAKES = {
+    "scaler": ("a torch.amp.GradScaler", "leave it out if there is none"),
+    "compress": ("TopK(...), Int8(), Bf16() or PowerSGD(...)", "make one, such as everstep.compress.TopK(0.01)"),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
@@ -105,3 +110,11 @@ def settings(
         mtbf_s=None if mtbf is None else seconds(mtbf, name="mtbf"),
         **rest,  # type: ignore[arg-type]
     )
+
+
+def check_kinds(**given: tuple[object, type]) -> None:
+    """Arguments of guard() that may be left out, each with its type: nothing here loads torch."""
+    for name, (value, kind) in given.items():
+        if value is not None and not isinstance(value, kind):
+            wanted, way = _TAKES[name]
+            raise BadConfig(f"{name} takes {wanted}, not {value!r}; {way}")

@@ -27,7 +27,7 @@ from everstep.capture.moments import Moments
 from everstep.capture.position import Feed
 from everstep.capture.reserve import Reserve
 from everstep.capture.steering import followed
-from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, settings
+from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, check_kinds, settings
 from everstep.errors import BadConfig, Damaged, EverstepError, Misuse, Restart
 from everstep.events import Closed, Degraded, EventLog, Finished, Halted, Started, Stopping
 from everstep.keeper.arrival import arrive, check, check_level
@@ -94,6 +94,7 @@ def guard(
         mode=mode, strict=strict, epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
         on_loss=on_loss, batch=batch, detect_s=seconds(detect_timeout, name="detect_timeout"), mtbf=mtbf,
     )  # fmt: skip
+    check_kinds(scaler=(scaler, torch.amp.GradScaler), compress=(compress, Compressor))
     state = State(
         models=as_list(model, nn.Module, "model"), optimizers=as_list(optimizer, torch.optim.Optimizer, "optimizer"),
         schedulers=stateful_list(scheduler, "scheduler"), scaler=scaler, extra=extra, compressor=compress,

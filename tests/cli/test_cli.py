@@ -149,7 +149,7 @@ def test_verify_reads_everything_and_finds_it_sound(cli: Cli, finished: Path, ki
     assert [set(found) for found in said.json] == [keys] * 3
     assert {(f["step"], f["rank"], f["problem"]) for f in said.json} == {(2, 0, ""), (4, 0, ""), (6, 0, "")}
     assert [f["step"] for f in cli("verify", finished, "--step", 4, "--json").json] == [4]
-    assert "3 sound, 0 damaged" in cli("verify", finished).out
+    assert cli("verify", finished).out.endswith("3 sound, 0 damaged\n")
     assert {f["source"] for f in cli("verify", killed, "--json").json} == {"memory", "disk"}
 
 
@@ -167,6 +167,9 @@ def test_plan_says_what_a_restart_would_do(cli: Cli, killed: Path) -> None:
         "rejections"
     ]
     assert "step 5 would be restored" in cli("plan", killed).out
+    said = cli("plan", killed, "--lost", "disk").out
+    assert "step 5 would be restored" in said and "passed over" not in said
+    assert re.search(r"5 │ memory │ memory is taken to be lost", cli("plan", killed, "--lost", "memory").out)
     said = cli("plan", killed, "--lost", "memory", "--lost", "disk")
     assert said.code == 0
     assert "nothing can be restored" in said.out
@@ -218,6 +221,9 @@ def test_status_of_a_live_run_shows_small_losses(cli: Cli) -> None:
             assert reboot["restored_from"].startswith("disk") and reboot["steps"] < status["step"]
             assert (disk["restored_from"], disk["seconds"]) == ("nothing", None)
             assert f"trainers: {child};" in cli("status", directory).out
+            said = cli("scavenge", directory)
+            assert said.code == 6 and said.err.startswith(f"everstep: {directory} is in use by process {child} on")
+            assert "nobody trains" not in cli("halt", directory, "--now").out
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -269,7 +275,8 @@ def test_nothing_to_restore_is_exit_code_3(cli: Cli, finished: Path, tmp_path: P
             rest = {"rm": [1], "export": [tmp_path / "out"]}.get(words[0], [])
             said = cli(*words, tmp_path / place, *rest)
             assert said.code == 3, (words, place, said)
-            assert "not a run's directory" in said.err
+            why = "it is not there" if place == "nowhere" else "it has no run.json"
+            assert f"not a run's directory: {why}; give what was dir= of guard()" in said.err
     for words in (["show", finished, "--step", 5], ["verify", finished, "--step", 5], ["rm", finished, 5]):
         said = cli(*words)
         assert said.code == 3, said
@@ -286,6 +293,7 @@ def test_a_run_that_has_no_step_yet_is_empty_and_not_an_error(cli: Cli, copy: Pa
     assert "no checkpoint that can be restored yet" in said.out
     assert cli("ls", copy, "--json").json == []
     assert cli("status", copy, "--json").json["step"] == 0
+    assert "step 0; sealed in memory: nothing; durable on disk: nothing\n" in cli("status", copy).out
     assert cli("plan", copy, "--json").json["step"] is None
     assert cli("show", copy).code == 3
     assert cli("export", copy, tmp_path / "out").code == 3
@@ -305,7 +313,7 @@ def test_damage_is_exit_code_4_and_passed_over(cli: Cli, copy: Path, tmp_path: P
     assert [(f["step"], bool(f["problem"])) for f in said.json] == [(2, False), (4, False), (6, True)]
     said = cli("verify", copy)
     assert said.code == 4
-    assert "2 sound, 1 damaged" in said.out
+    assert f"2 sound, 1 damaged\neverstep plan {copy} says what a restart takes instead\n" in said.out
     assert "do not match their checksum" in said.out
     assert cli("verify", copy, "--step", 4).code == 0
     plan = cli("plan", copy, "--json").json
@@ -315,6 +323,17 @@ def test_damage_is_exit_code_4_and_passed_over(cli: Cli, copy: Path, tmp_path: P
     said = cli("export", copy, tmp_path / "six.safetensors", "--step", 6)
     assert said.code == 4
     assert not (tmp_path / "six.safetensors").exists()
+
+
+def test_a_damaged_list_of_places_is_no_lost_state_and_is_written_anew_by_the_next_start(cli: Cli, copy: Path) -> None:
+    sound = (copy / "tiers.json").read_bytes()
+    for damaged in (sound[:-9], sound.replace(b"memory", b"m3mory")):
+        (copy / "tiers.json").write_bytes(damaged)
+        said = cli("ls", copy)
+        assert said.code == 4
+        assert "only names other places of the run" in said.err and "start the run, which writes it anew" in said.err
+    assert must_finish(lambda: train_tiny(copy, strict=False, steps=7))["resumed_from"] == 6
+    assert (copy / "tiers.json").read_bytes() == sound
 
 
 def test_rm_refuses_the_last_step_that_can_be_restored(cli: Cli, copy: Path) -> None:

@@ -28,6 +28,7 @@ def test_a_halt_is_set_shown_replaced_and_cleared(cli: Cli, directory: Path) -> 
     assert cli("halt", directory, "--show").out == "no halt is asked for\n"
     assert cli("halt", directory, "--show", "--json").json == {"directory": str(directory), "halt": None}
     assert "halt now, asked for" in cli("halt", directory, "--now").out
+    assert "halt after 1 checkpoint, asked" in cli("halt", directory, "--after", 1).out
     said = cli("halt", directory, "--after", 3, "--before", "2099-12-24T18:30", "--seconds", 600)
     assert said.code == 0
     assert "halt after 3 checkpoints or before 2099-12-24 18:30:00 or with 600 seconds of the allocation" in said.out
@@ -36,6 +37,13 @@ def test_a_halt_is_set_shown_replaced_and_cleared(cli: Cli, directory: Path) -> 
     assert told["before"] == datetime.datetime(2099, 12, 24, 18, 30).timestamp()
     assert cli("halt", directory, "--clear").out == "no halt is asked for\n"
     assert halts.read(directory) is None
+
+
+def test_whoever_halts_a_run_that_nobody_trains_is_told_whom_it_will_stop(cli: Cli, directory: Path) -> None:
+    said = cli("halt", directory, "--now").out
+    assert "nobody trains it on this node now" in said and "its next start leaves after a step or a few" in said
+    assert said.endswith("--clear takes the halt back\n")
+    cli("halt", directory, "--clear")
 
 
 def test_a_halt_that_was_obeyed_is_shown_as_such(cli: Cli, directory: Path) -> None:

@@ -114,7 +114,9 @@ def test_show_prints_what_every_update_was_called_with(cli: Cli, run: Path) -> N
     out = cli("show", run, "--log").out
     assert re.search(rf" 3 │ +0 │ .*kB │ dense │ lr 0.01, betas 0.9 0.999.* {one['checksum']} ", out)
     assert cli("show", run, "--log", "--step", END + 1).code == 3
-    assert cli("show", run, "--step", 3).code == 3
+    said = cli("show", run, "--step", 3)
+    assert said.code == 3 and "It is a base and records: everstep show --log --step 3 shows" in said.err
+    assert "records" not in cli("show", run, "--step", END + 1).err
 
 
 def test_damage_in_the_log_is_exit_code_4_and_the_records_before_it_are_shown(cli: Cli, copy: Path) -> None:

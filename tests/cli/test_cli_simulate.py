@@ -46,7 +46,7 @@ def scenario(tmp_path: Path) -> Path:
 
 def test_strategies_stand_side_by_side(cli: Cli, scenario: Path) -> None:
     said = cli("simulate", scenario)
-    assert said.code == 0
+    assert (said.code, said.err) == (0, "")
     assert "two strategies: 6 runs" in said.out
     assert "dcp" in said.out and "live" in said.out and "±" in said.out
     found = cli("simulate", scenario, "--json").json

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import html
 import re
+import resource
 import shutil
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,6 +86,19 @@ def test_runs_stand_side_by_side(cli: Cli, resumed: Path, tmp_path: Path) -> Non
 def test_a_run_that_is_no_run_leaves_no_page(cli: Cli, resumed: Path, tmp_path: Path) -> None:
     said = cli("report", resumed, "--compare", tmp_path / "nothing", "-o", tmp_path / "report.html")
     assert said.code == 3 and "not a run's directory" in said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_the_disk_refuses_is_named(resumed: Path, tmp_path: Path) -> None:
+    page, most = tmp_path / "report.html", (100_000, 100_000)
+    command = [sys.executable, "-m", "everstep.cli", "report", str(resumed), "-o"]
+    for path, limit in ((page, most), (tmp_path / "none" / "report.html", None)):
+        ended = subprocess.run(
+            [*command, str(path)], capture_output=True, text=True, timeout=60,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, limit) if limit else None,
+        )  # fmt: skip
+        assert ended.returncode == 7
+        assert "it cannot be written" in ended.stderr and f"'{path}'" in ended.stderr
     assert list(tmp_path.iterdir()) == []
 
 

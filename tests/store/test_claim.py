@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.errors import TierFailed
 from everstep.store import claim
 from everstep.store.places import Places
 from everstep.tiers import gather
@@ -37,3 +38,10 @@ def test_whoever_is_left_takes_a_run_again_when_a_rank_was_lost_while_all_took_i
         claim.take(places, both, lambda event: None)
     left = Topology(rank=0, world=1, node="n", nodes=("n",), domains=("n",))
     claim.take(places, left, lambda event: None).give_back()
+
+
+def test_what_cannot_be_written_is_named_as_a_person_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "holder").mkdir()
+    alone = Topology(rank=0, world=1, node="n", nodes=("n",), domains=("n",))
+    with pytest.raises(TierFailed, match=f"must be able to write to its directory: .*: '{tmp_path}/holder'"):
+        claim.take(Places.chosen(tmp_path, gather(())), alone, lambda event: None)

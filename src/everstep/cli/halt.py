@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, ago, print_json
+from everstep.cli.output import Directory, Json, ago, counted, print_json
 from everstep.errors import BadConfig
 from everstep.halt import is_in_force
 from everstep.image import FORMAT
@@ -41,7 +41,8 @@ def command(
     conditions = now or after is not None or before is not None or seconds is not None
     if conditions + clear + show != 1:
         raise BadConfig("say when: --now, --after, --before or --seconds; or --clear, or --show")
-    place = open(directory).directory
+    past = open(directory)
+    place = past.directory
     if clear:
         halts.clear(place)
     if conditions:
@@ -51,6 +52,9 @@ def command(
         )  # fmt: skip
         halts.write(place, record)
     _say(place, halts.read(place), json)
+    if now and not json and not past.trainers():
+        print("nobody trains it on this node now: unless others do, its next start leaves after a step or a few")
+        print("--clear takes the halt back")
 
 
 def parse_time(text: str, now: float) -> float:
@@ -87,7 +91,7 @@ def _say(directory: Path, halt: HaltRecord | None, json: bool) -> None:
 def _conditions(halt: HaltRecord) -> list[str]:
     said = ["now"] if halt.now else []
     if halt.after is not None:
-        said.append(f"after {halt.after} checkpoints")
+        said.append(f"after {counted(halt.after, 'checkpoint')}")
     if halt.before is not None:
         said.append(f"before {datetime.datetime.fromtimestamp(halt.before).isoformat(sep=' ', timespec='seconds')}")
     if halt.seconds is not None:

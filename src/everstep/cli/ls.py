@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, MemoryPath, ago, human_bytes, note, print_json, print_table
+from everstep.cli.output import Directory, Json, MemoryPath, ago, counted, human_bytes, note, print_json, print_table
 from everstep.recover.reach import Kept
 
 
@@ -34,8 +34,7 @@ def _rows(kept: list[Kept]) -> Iterator[list[str]]:
             human_bytes(sum(k.bytes for k in steps)),
             ago(last.cut_time) if last.cut_time is not None else "",
             " and ".join(sources) or "memory with disk",
-            ("base" if own else f"{len(steps)} {'record' if len(steps) == 1 else 'records'} after base {base}")
-            + note(replica),
+            ("base" if own else f"{counted(len(steps), 'record')} after base {base}") + note(replica),
         ]
 
 

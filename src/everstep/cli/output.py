@@ -57,7 +57,8 @@ def bar(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=total, visible=False)
         patience = threading.Timer(_PATIENCE_S, progress.update, (task,), {"visible": True})
         patience.start()
@@ -82,6 +83,10 @@ def human_seconds(seconds: float | None) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def note(replica: str) -> str:

@@ -56,8 +56,9 @@ def command(
         print_table(["rank", "from", "node", "steps", "size", "time"], runs)
     if plan.step is not None:
         print(_in_words(times))
-    if plan.rejections:
-        rejected = [[str(r.step), r.source, r.reason] for r in plan.rejections]
+    newer = [r for r in plan.rejections if plan.step is None or r.step > plan.step or r.step == 0]  # 0: not known
+    if newer:
+        rejected = [[str(r.step), r.source, r.reason] for r in newer]
         print_table(["step", "source", "passed over because"], rejected)
 
 

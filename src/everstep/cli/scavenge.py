@@ -22,7 +22,8 @@ def command(
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("writing", total=None)
         step, where = open(directory, memory=memory).scavenge(
             to, watch=lambda done, total: progress.update(task, completed=done, total=total)

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from everstep.archive import open
-from everstep.cli.output import Directory, Json, MemoryPath, human_bytes, human_seconds, print_json, print_table
+from everstep.cli.output import (
+    Directory,
+    Json,
+    MemoryPath,
+    counted,
+    human_bytes,
+    human_seconds,
+    print_json,
+    print_table,
+)
 
 
 def command(directory: Directory, json: Json = False, memory: MemoryPath = None) -> None:
@@ -15,11 +24,11 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
     trainers = ", ".join(map(str, status["trainers"])) or "none"
     print(f"run {status['run']} in {status['directory']}")
     print(f"trainers: {trainers}; keeper: {status['keeper'] or 'none'}; memory: {human_bytes(status['arena_bytes'])}")
-    print(
-        f"step {status['step']}; sealed in memory: {status['sealed_step']}; durable on disk: {status['durable_step']}"
-    )
+    sealed, durable = _step(status["sealed_step"]), _step(status["durable_step"])
+    print(f"step {status['step']}; sealed in memory: {sealed}; durable on disk: {durable}")
     if status["protected_step"] is not None or status["shared_step"] is not None:
-        print(f"protected by other nodes: {status['protected_step']}; on the deepest tier: {status['shared_step']}")
+        protected, deepest = _step(status["protected_step"]), _step(status["shared_step"])
+        print(f"protected by other nodes: {protected}; on the deepest tier: {deepest}")
     for flush in status["flushes"]:
         done = f"{human_bytes(flush.bytes)} of {human_bytes(flush.of_bytes)}"
         print(f"on its way to the {flush.tier} tier: step {flush.step}, {done} of this node")
@@ -34,7 +43,7 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
         )
     ring = status["ring"]
     if ring["bytes"]:
-        print(f"log: {ring['records']} records in the ring, {ring['unwritten']} of them not on disk")
+        print(f"log: {counted(ring['records'], 'record')} in the ring, {ring['unwritten']} of them not on disk")
     for one in status["went_on"]:
         lossy = f"lossy: {one.buckets} buckets without {one.samples} samples" if one.buckets else "lossy"
         kind = "exact" if one.exact else lossy if one.policy == "forward" else "world changed"
@@ -43,3 +52,7 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
         print(f"lived through a loss at step {one.step}, view {one.view}: {done}{lost}")
     rows = [[e.event, e.restored_from, str(e.steps), human_seconds(e.seconds)] for e in status["exposure"]]
     print_table(["if ...", "restored from", "steps lost", "work lost"], rows)
+
+
+def _step(step: int | None) -> str:
+    return "nothing" if step is None else str(step)

@@ -45,6 +45,8 @@ def command(
         print(f"{len(findings) - len(bad) - len(unasked)} sound, {len(bad)} damaged")
         for finding in unasked:
             print(f"not asked: {finding.node}: {finding.note}")
+        if bad:
+            print(f"everstep plan {directory} says what a restart takes instead")
     if bad:
         raise typer.Exit(4)
 

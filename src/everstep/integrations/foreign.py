@@ -27,6 +27,7 @@ _INDEXED = {
     "pytorch_model.bin.index.json": "torch",
     "pytorch_model.bin": "torch",
 }  # in this order: those that hold nothing but tensors are preferred
+_WRITTEN_BY_TORCH = (b"PK\x03\x04", b"\x80")  # a zip file, or the pickle that it wrote before
 _MOST_ENTRIES = 1 << 22  # of a file: a few bytes can name each other a billion times
 
 
@@ -95,9 +96,13 @@ def _safetensors(path: Path) -> dict[str, Any]:
 
 
 def _torch(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if not start.startswith(_WRITTEN_BY_TORCH):
+        raise Damaged("neither safetensors nor what torch.save writes; import takes no other files", file=str(path))
     try:
         loaded = load_weights(path)
-    except Exception as error:  # pickle of any kind, zip, or text: torch has no word of its own for each
+    except Exception as error:  # pickle of any kind, or zip: torch has no word of its own for each
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Damaged(f"torch.load(weights_only=True) refuses it: {reason}", file=str(path)) from None
     if not isinstance(loaded, Mapping):

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from everstep.errors import EverstepError, NothingToRestore
+from everstep.errors import EverstepError
 from everstep.events import AnyEvent, read_events_and_torn
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import RUN_RECORD, run_name
+from everstep.store.places import not_a_run
 from everstep.timeline import Track, read_devices, read_timeline
 
 
@@ -49,7 +50,7 @@ def read_story(directory: Path) -> Story:
         run = run_name(DiskTier(directory))
     except (FileNotFoundError, NotADirectoryError):
         if not files:
-            raise NothingToRestore(f"{directory} is not a run's directory: it has no {RUN_RECORD}") from None
+            raise not_a_run(directory) from None
         missing.append(f"{RUN_RECORD} is not there.")
     except EverstepError as error:
         missing.append(f"{RUN_RECORD}: {error}")

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from everstep.errors import TierFailed
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
@@ -17,5 +19,10 @@ def whole_file(path: Path) -> Iterator[TextIO]:
         with open(temporary, "w", encoding="utf-8") as file:
             yield file
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename not in (None, str(temporary)):
+            raise  # of another file
+        refused = f"it cannot be written: {error.strerror}; make room, or name another file"
+        raise TierFailed(error.errno, refused, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)

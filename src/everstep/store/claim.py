@@ -127,7 +127,8 @@ def _lock(path: Path, patience_s: float | None = None) -> tuple[int, bytes]:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise TierFailed(error.errno, f"a run must be able to write to its directory: {error.strerror}", path) from None
+        needed = f"a run must be able to write to its directory: {error.strerror}"
+        raise TierFailed(error.errno, needed, str(path)) from None
     deadline = time.monotonic() + (_LOCK_PATIENCE_S if patience_s is None else patience_s)
     while True:
         try:
@@ -135,7 +136,8 @@ def _lock(path: Path, patience_s: float | None = None) -> tuple[int, bytes]:
             return lock, b""
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise TierFailed(error.errno, f"the directory cannot be locked: {error.strerror}", path) from None
+                refused = f"the directory cannot be locked: {error.strerror}"
+                raise TierFailed(error.errno, refused, str(path)) from None
         if time.monotonic() > deadline:
             holder = os.pread(lock, 200, 0) or b"0 unknown"
             os.close(lock)

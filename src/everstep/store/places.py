@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from everstep.capture.host import arena_root
-from everstep.errors import EverstepError
+from everstep.errors import Damaged, EverstepError, NewerFormat, NothingToRestore
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import encode, read_record
+from everstep.store.manifest import RUN_RECORD, encode, read_record
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
 from everstep.tiers import Tiers
@@ -47,6 +47,11 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
             record = read_record(DiskTier(directory), RECORD, TiersRecord)
         except (FileNotFoundError, NotADirectoryError):
             return cls(directory=str(directory))
+        except NewerFormat:
+            raise
+        except Damaged as error:
+            way = "it only names other places of the run, and holds no state; start the run, which writes it anew"
+            raise Damaged(f"{error.reason}: {way}", tier=error.tier, file=error.file) from None
         return cls(
             directory=str(directory), memory=record.memory, disk=record.disk, shared=record.shared,
             objects=record.objects,
@@ -78,6 +83,11 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
             found["objects"] = ObjectTier(self.objects)
         return found
+
+
+def not_a_run(directory: Path) -> NothingToRestore:
+    why = f"it has no {RUN_RECORD}" if directory.exists() else "it is not there"
+    return NothingToRestore(f"{directory} is not a run's directory: {why}; give what was dir= of guard()")
 
 
 def guest_tier(run: str, memory_path: str | None) -> MemoryTier:
