@@ -204,3 +204,7 @@ class PeerFailed(EverstepError, RuntimeError):
 
 class ReplayedElsewhere(UserWarning):
     """Steps were repeated on another kind of device than they were trained on, and may differ where no digest is."""
+
+
+class PassedOver(UserWarning):
+    """The newest step was asked for, and a newer one than is given was there, but is damaged."""

@@ -761,7 +761,9 @@ def fragile_life(directory: Path, failure: str, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("failure", "times", "reason"), [("raise", 1, "does not like it"), ("die", 2, "2 readers")])
-def test_a_checkpoint_that_failed_its_readers_is_not_offered_first_again(failure: str, times: int, reason: str) -> None:
+def test_a_checkpoint_that_failed_its_readers_is_not_offered_first_again(
+    failure: str, times: int, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with run_directory() as directory:
         must_finish(lambda: fragile_life(directory, "", 4))
         for _ in range(times):
@@ -770,8 +772,11 @@ def test_a_checkpoint_that_failed_its_readers_is_not_offered_first_again(failure
         plan = everstep.open(directory).plan()
         assert plan.step is not None and plan.step < 4
         assert any(reason in r.reason for r in plan.rejections)
+        capfd.readouterr()
         assert must_finish(lambda: fragile_life(directory, "", 6))["resumed_from"] == plan.step
         assert any(reason in event.reason for event in told(directory, Rejected))
+        said = [line for line in capfd.readouterr().err.splitlines() if "passed over" in line]
+        assert len(said) == 1 and "step 4 was passed over: " in said[0] and reason in said[0]
         assert not (directory / "attempt.json").exists()
 
 

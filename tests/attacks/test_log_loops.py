@@ -234,7 +234,9 @@ def test_a_loop_that_asks_much_of_a_log_is_exact_and_hears_what_is_given_up(name
 # -- what only a digest can see
 
 
-def test_parameters_written_outside_are_found_by_a_digest_and_the_last_proven_step_is_taken() -> None:
+def test_parameters_written_outside_are_found_by_a_digest_and_the_last_proven_step_is_taken(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with run_directory() as directory:
         assert live(lambda: train(directory, clamping_late, strategy="log", digest_every=2, die_at=9)).killed
         forget_memory(directory)
@@ -243,6 +245,7 @@ def test_parameters_written_outside_are_found_by_a_digest_and_the_last_proven_st
         assert result["digest"] == undisturbed("parameters written from step 5 on")
         rejected = [e for e in read_events(directory) if isinstance(e, Rejected)]
         assert any(e.step == 9 and "step 4 after the base was proven" in e.reason for e in rejected)
+        assert "everstep: step 9 is passed over for step 4: replayed to step" in capfd.readouterr().err
 
 
 def test_parameters_written_outside_cost_no_more_than_the_steps_since_the_newest_base() -> None:
@@ -328,7 +331,7 @@ def test_another_optimizer_is_refused_by_its_name_and_the_log_stays() -> None:
         assert must_finish(lambda: train(directory, plain, strategy="log"))["resumed_from"] == 6
 
 
-def test_a_changed_model_gets_the_base_alone_and_is_told_why() -> None:
+def test_a_changed_model_gets_the_base_alone_and_is_told_why(capfd: pytest.CaptureFixture[str]) -> None:
     def smaller(scene: Scene) -> None:
         scene.update()
 
@@ -348,6 +351,7 @@ def test_a_changed_model_gets_the_base_alone_and_is_told_why() -> None:
         assert result["resumed_from"] == 1 and result["step"] == STEPS
         said = [e for e in read_events(directory) if isinstance(e, Degraded)]
         assert any("step 6 is passed over for step 1" in e.what and "changed" in e.reason for e in said)
+        assert "everstep: step 6 is passed over for step 1: the program has changed" in capfd.readouterr().err
         assert must_finish(lambda: changed(directory))["resumed_from"] == STEPS
 
 

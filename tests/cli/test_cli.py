@@ -311,7 +311,12 @@ def test_damage_is_exit_code_4_and_passed_over(cli: Cli, copy: Path, tmp_path: P
     plan = cli("plan", copy, "--json").json
     assert plan["step"] == 4
     assert plan["rejections"][0]["step"] == 6
-    assert cli("export", copy, tmp_path / "newest.safetensors", "--json").json["step"] == 4
+    said = cli("export", copy, tmp_path / "newest.safetensors", "--json")
+    assert (said.code, said.json["step"]) == (0, 4)
+    [line] = said.err.splitlines()
+    assert line.startswith("everstep: step 6 was passed over: ") and line.endswith(f"; everstep verify {copy}")
+    assert "do not match their checksum" in line and said.json["notes"] == [line.removeprefix("everstep: ")]
+    assert cli("export", copy, tmp_path / "four.safetensors", "--step", 4).err == ""
     said = cli("export", copy, tmp_path / "six.safetensors", "--step", 6)
     assert said.code == 4
     assert not (tmp_path / "six.safetensors").exists()

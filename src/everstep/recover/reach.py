@@ -13,7 +13,7 @@ from typing import get_args
 import msgspec
 
 from everstep.recover.plan import reaches, without
-from everstep.types import Exposure, Holding, Plan, Records, Source, Survey
+from everstep.types import Attempt, Exposure, Holding, Plan, Records, Source, Survey
 
 _HERE: tuple[tuple[str, tuple[Source, ...]], ...] = (  # what is gone from this node
     ("the process dies", ()),
@@ -146,6 +146,22 @@ def _without_here(survey: Survey, node: str, gone: Collection[Source]) -> Survey
 def _time(one: Kept, kept: Sequence[Kept]) -> float:
     """When a step was done, or at least its base."""
     return one.cut_time or next((k.cut_time or 0.0 for k in kept if k.step == one.base), 0.0)
+
+
+def passed_over(plan: Plan, attempts: Collection[Attempt] = ()) -> dict[int, str]:
+    """The steps after a plan's that were there for certain, oldest first, and why they are not taken.
+
+    They are damaged, or somebody began to load them. What is rejected for no one source is incomplete else: as a step
+    is that not all ranks had sealed, with which no work is lost.
+    """
+    newest, tried = -1 if plan.step is None else plan.step, {attempt.step for attempt in attempts}
+    lost = [r for r in reversed(plan.rejections) if r.certain and (r.source != "any" or r.step in tried)]
+    return {r.step: r.reason for r in lost if r.step > newest}
+
+
+def in_a_line(step: int, reason: str, directory: str) -> str:
+    """For people, of one of them."""
+    return f"step {step} was passed over: {reason}; everstep verify {directory}"
 
 
 def records_of(plan: Plan) -> tuple[int, int]:
