@@ -18,11 +18,13 @@ import torch
 from lives import bases_every, digest, forget_memory, live, must_finish, run_directory
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk
 from everstep.capture import gradients
-from everstep.events import ChainEnded, Degraded, Rejected, read_events
+from everstep.cli import app
+from everstep.events import NO_LOG, ChainEnded, Degraded, Rejected, read_events
 
 STEPS = 12
 SELDOM = [Disk(every=100)]
@@ -152,14 +154,17 @@ def stepping_twice(scene: Scene) -> None:
         scene.update()
 
 
+def only_with_a_closure(scene: Scene) -> None:
+    def closure() -> float:
+        scene.optimizer.zero_grad()
+        return scene.loss().item()
+
+    scene.optimizer.step(closure)
+
+
 def with_a_closure(scene: Scene) -> None:
     if scene.run.step in (4, 5, 9):
-
-        def closure() -> float:
-            scene.optimizer.zero_grad()
-            return scene.loss().item()
-
-        scene.optimizer.step(closure)
+        only_with_a_closure(scene)
     else:
         scene.update()
 
@@ -229,6 +234,28 @@ def test_a_loop_that_asks_much_of_a_log_is_exact_and_hears_what_is_given_up(name
         assert not reason or any(reason in said for said in told(directory)), told(directory)
         if name != "parameters written from step 5 on":
             assert result["resumed_from"] == 10, "what was durable was not taken"
+
+
+@pytest.mark.parametrize("strategy", ["log", "auto"])
+@pytest.mark.parametrize(
+    ("name", "loop", "options"),
+    [
+        ("LBFGS", only_with_a_closure, {"make": partial(torch.optim.LBFGS, max_iter=2)}),
+        ("SparseAdam", plain, {"make": lambda all: torch.optim.SparseAdam([next(all)]), "sparse": True}),
+        ("AdamW", clamping, {}),
+    ],
+)
+def test_an_optimizer_that_cannot_be_logged_is_named_once_to_whoever_asked_for_a_log(
+    name: str, loop: Loop, options: dict[str, Any], strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with run_directory() as directory:
+        must_finish(lambda: train(directory, loop, strategy=strategy, **options))
+        said = capfd.readouterr().err
+        assert said.count(NO_LOG) == (strategy == "log")
+        if strategy == "log":
+            assert f"everstep: {NO_LOG}: " in said and name in said
+            tuned = CliRunner().invoke(app, ["tune", str(directory)], env={"COLUMNS": "300"}).output
+            assert tuned.startswith(f"{NO_LOG} (") and name in tuned and "nothing was decided" not in tuned
 
 
 # -- what only a digest can see
