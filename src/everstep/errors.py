@@ -171,11 +171,18 @@ class TierFailed(EverstepError, OSError):
 
 
 class NotEnoughSpace(TierFailed):
-    def __init__(self, tier: str, needed_bytes: int, free_bytes: int) -> None:
-        self.tier, self.needed_bytes, self.free_bytes = tier, needed_bytes, free_bytes
+    def __init__(self, tier: str, needed_bytes: int, free_bytes: int, reserve_bytes: int = 0) -> None:
+        """`reserve_bytes`: what is left free whatever is written."""
+        self.tier, self.needed_bytes, self.free_bytes, self.reserve_bytes = (
+            tier,
+            needed_bytes,
+            free_bytes,
+            reserve_bytes,
+        )
+        needed = f"{needed_bytes / 1e6:,.1f} MB" if needed_bytes >= 1e5 else f"{needed_bytes:,} bytes"
+        reserve = f" beside the {reserve_bytes / 1e6:,.1f} MB that always stay free" if reserve_bytes else ""
         super().__init__(
-            f"{tier} has {free_bytes / 1e6:,.1f} MB free and the write needs {needed_bytes / 1e6:,.1f} MB. "
-            "Free some space or lower keep=; training goes on and the write is tried again."
+            f"{tier} has {free_bytes / 1e6:,.1f} MB free, and the write needs {needed}{reserve}. Free some space."
         )
 
 
@@ -204,3 +211,7 @@ class PeerFailed(EverstepError, RuntimeError):
 
 class ReplayedElsewhere(UserWarning):
     """Steps were repeated on another kind of device than they were trained on, and may differ where no digest is."""
+
+
+class PassedOver(UserWarning):
+    """The newest step was asked for, and a newer one than is given was there, but is damaged."""

@@ -18,6 +18,7 @@ import msgspec
 
 from everstep.types import Source
 
+NO_LOG = "there is no log, every step is a base"
 _REMEMBERED = 1000
 
 

@@ -445,7 +445,7 @@ class Run:
         self._keeper.cancel()  # older steps make way for this one, which the keeper brings deeper when we are gone
         try:
             self._keeping.make_sure(self.step)
-            self._keeper.wait_durable(self.step, None)
+            self._keeping.wait_durable(self.step)
         except EverstepError as error:  # whoever sent the signal wants us gone; memory has the step
             self._emit(Degraded(what="left before the last step was durable", reason=str(error)))
             print(f"everstep: {error}", file=sys.stderr, flush=True)

@@ -107,7 +107,9 @@ def test_training_goes_on_while_the_disk_refuses_and_the_step_is_written_once_it
         assert result["digest"] == undisturbed()
         assert len(result["said"]) == 1 and "step 4 is not durable" in result["said"][0]
         assert any(word in result["said"][0] for word in ("MB free", "Read-only", "Input/output"))
-        assert any("not durable yet" in event.what for event in told(directory, Degraded)), "the event came late"
+        told_of = [event.reason for event in told(directory, Degraded) if "not durable yet" in event.what]
+        assert told_of, "the event came late"
+        assert any("training goes on" in reason for reason in told_of) == (number == errno.ENOSPC)
         assert committed(directory)[-1] == STEPS and 4 in committed(directory)
         assert not list(directory.rglob(".tmp-*")), "half-written files were left"
         assert everstep.open(directory).verify()
@@ -148,6 +150,8 @@ def test_a_run_that_ends_on_a_full_disk_says_so_and_its_memory_still_has_the_las
     with run_directory() as directory:
         outcome = live(life)
         assert f"step {STEPS} is not durable" in outcome.error
+        assert f"Step {STEPS} is in memory: started again on this machine, the program goes on" in outcome.error
+        assert "training goes on" not in outcome.error
         result = must_finish(lambda: train_tiny(directory, tiers=SELDOM))
         assert result["resumed_from"] == STEPS and result["digest"] == undisturbed()
         assert committed(directory)[-1] == STEPS
@@ -780,7 +784,9 @@ def fragile_life(directory: Path, failure: str, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("failure", "times", "reason"), [("raise", 1, "does not like it"), ("die", 2, "2 readers")])
-def test_a_checkpoint_that_failed_its_readers_is_not_offered_first_again(failure: str, times: int, reason: str) -> None:
+def test_a_checkpoint_that_failed_its_readers_is_not_offered_first_again(
+    failure: str, times: int, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with run_directory() as directory:
         must_finish(lambda: fragile_life(directory, "", 4))
         for _ in range(times):
@@ -789,8 +795,11 @@ def test_a_checkpoint_that_failed_its_readers_is_not_offered_first_again(failure
         plan = everstep.open(directory).plan()
         assert plan.step is not None and plan.step < 4
         assert any(reason in r.reason for r in plan.rejections)
+        capfd.readouterr()
         assert must_finish(lambda: fragile_life(directory, "", 6))["resumed_from"] == plan.step
         assert any(reason in event.reason for event in told(directory, Rejected))
+        said = [line for line in capfd.readouterr().err.splitlines() if "passed over" in line]
+        assert len(said) == 1 and "step 4 was passed over: " in said[0] and reason in said[0]
         assert not (directory / "attempt.json").exists()
 
 

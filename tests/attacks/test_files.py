@@ -27,7 +27,7 @@ from everstep.capture.arena import Arena, find_arenas
 from everstep.capture.host import arena_root
 from everstep.cli import app
 from everstep.config import Keep as KeepPolicy
-from everstep.errors import Damaged, EverstepError, NewerFormat
+from everstep.errors import Damaged, EverstepError, NewerFormat, PassedOver
 from everstep.events import Rejected, read_events
 from everstep.keeper import flush
 from everstep.store.disk import DiskTier
@@ -164,7 +164,7 @@ DEEDS: list[Callable[[Path], None]] = [
 @pytest.mark.parametrize("kind", ["data", "part", "commit"])
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
 def test_a_damaged_file_is_named_and_the_step_before_it_takes_over(
-    run: Path, kind: str, deed: Callable[[Path], None]
+    run: Path, kind: str, deed: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     target = step_file(run, LAST, kind)
     deed(target)
@@ -178,12 +178,20 @@ def test_a_damaged_file_is_named_and_the_step_before_it_takes_over(
     plan = everstep.open(run).plan()
     assert plan.step == 4
     assert gone or any(r.step == LAST and target.name in r.reason for r in plan.rejections)
-    assert everstep.open(run).load()["step"] == 4
+    if gone:
+        assert everstep.open(run).load()["step"] == 4
+    else:
+        with pytest.warns(PassedOver, match=f"step {LAST} was passed over: .*{target.name}"):
+            assert everstep.open(run).load()["step"] == 4
 
     def every_step(run: everstep.Run) -> None:
         run.wait("durable")  # so that the step of the damaged file is written again
 
+    capfd.readouterr()
     result = must_finish(lambda: train_tiny(run, every_step, steps=8, tiers=OFTEN))
+    said = [line for line in capfd.readouterr().err.splitlines() if "passed over" in line]
+    assert len(said) == (not gone)
+    assert gone or (target.name in said[0] and said[0].endswith(f"everstep verify {run}"))
     assert result["resumed_from"] == 4
     assert result["digest"] == digest_of(8)
     told = [e for e in read_events(run) if isinstance(e, Rejected) and e.step == LAST]

@@ -159,7 +159,9 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], int, int, str]] = {
 
 
 @pytest.mark.parametrize("what", ATTACKS)
-def test_a_damaged_log_is_named_and_the_newest_proven_step_is_taken(run: Path, what: str) -> None:
+def test_a_damaged_log_is_named_and_the_newest_proven_step_is_taken(
+    run: Path, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     deed, base, step, reason = ATTACKS[what]
     deed(run)
     plan = everstep.open(run).plan()
@@ -171,6 +173,9 @@ def test_a_damaged_log_is_named_and_the_newest_proven_step_is_taken(run: Path, w
     assert result["resumed_from"] == step
     assert result["digest"] == undisturbed(STEPS), "something damaged reached the model"
     told = read_events(run)
+    lost = [r for r in plan.rejections if r.certain and r.source == "disk" and r.step > step]
+    passed_over = [line for line in capfd.readouterr().err.splitlines() if "passed over" in line]
+    assert len(passed_over) == len({r.step for r in lost})
     assert not reason or any(isinstance(e, Rejected) and reason in e.reason for e in told)
     replayed = [(e.base, e.steps) for e in told if isinstance(e, Replayed)]
     assert replayed == ([(base, step - base)] if step > base else [])

@@ -18,11 +18,13 @@ import torch
 from lives import bases_every, digest, forget_memory, live, must_finish, run_directory
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
 
 import everstep
 from everstep import Disk
 from everstep.capture import gradients
-from everstep.events import ChainEnded, Degraded, Rejected, read_events
+from everstep.cli import app
+from everstep.events import NO_LOG, ChainEnded, Degraded, Rejected, read_events
 
 STEPS = 12
 SELDOM = [Disk(every=100)]
@@ -152,14 +154,17 @@ def stepping_twice(scene: Scene) -> None:
         scene.update()
 
 
+def only_with_a_closure(scene: Scene) -> None:
+    def closure() -> float:
+        scene.optimizer.zero_grad()
+        return scene.loss().item()
+
+    scene.optimizer.step(closure)
+
+
 def with_a_closure(scene: Scene) -> None:
     if scene.run.step in (4, 5, 9):
-
-        def closure() -> float:
-            scene.optimizer.zero_grad()
-            return scene.loss().item()
-
-        scene.optimizer.step(closure)
+        only_with_a_closure(scene)
     else:
         scene.update()
 
@@ -231,10 +236,34 @@ def test_a_loop_that_asks_much_of_a_log_is_exact_and_hears_what_is_given_up(name
             assert result["resumed_from"] == 10, "what was durable was not taken"
 
 
+@pytest.mark.parametrize("strategy", ["log", "auto"])
+@pytest.mark.parametrize(
+    ("name", "loop", "options"),
+    [
+        ("LBFGS", only_with_a_closure, {"make": partial(torch.optim.LBFGS, max_iter=2)}),
+        ("SparseAdam", plain, {"make": lambda all: torch.optim.SparseAdam([next(all)]), "sparse": True}),
+        ("AdamW", clamping, {}),
+    ],
+)
+def test_an_optimizer_that_cannot_be_logged_is_named_once_to_whoever_asked_for_a_log(
+    name: str, loop: Loop, options: dict[str, Any], strategy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with run_directory() as directory:
+        must_finish(lambda: train(directory, loop, strategy=strategy, **options))
+        said = capfd.readouterr().err
+        assert said.count(NO_LOG) == (strategy == "log")
+        if strategy == "log":
+            assert f"everstep: {NO_LOG}: " in said and name in said
+            tuned = CliRunner().invoke(app, ["tune", str(directory)], env={"COLUMNS": "300"}).output
+            assert tuned.startswith(f"{NO_LOG} (") and name in tuned and "nothing was decided" not in tuned
+
+
 # -- what only a digest can see
 
 
-def test_parameters_written_outside_are_found_by_a_digest_and_the_last_proven_step_is_taken() -> None:
+def test_parameters_written_outside_are_found_by_a_digest_and_the_last_proven_step_is_taken(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with run_directory() as directory:
         assert live(lambda: train(directory, clamping_late, strategy="log", digest_every=2, die_at=9)).killed
         forget_memory(directory)
@@ -243,6 +272,7 @@ def test_parameters_written_outside_are_found_by_a_digest_and_the_last_proven_st
         assert result["digest"] == undisturbed("parameters written from step 5 on")
         rejected = [e for e in read_events(directory) if isinstance(e, Rejected)]
         assert any(e.step == 9 and "step 4 after the base was proven" in e.reason for e in rejected)
+        assert "everstep: step 9 is passed over for step 4: replayed to step" in capfd.readouterr().err
 
 
 def test_parameters_written_outside_cost_no_more_than_the_steps_since_the_newest_base() -> None:
@@ -328,7 +358,7 @@ def test_another_optimizer_is_refused_by_its_name_and_the_log_stays() -> None:
         assert must_finish(lambda: train(directory, plain, strategy="log"))["resumed_from"] == 6
 
 
-def test_a_changed_model_gets_the_base_alone_and_is_told_why() -> None:
+def test_a_changed_model_gets_the_base_alone_and_is_told_why(capfd: pytest.CaptureFixture[str]) -> None:
     def smaller(scene: Scene) -> None:
         scene.update()
 
@@ -348,6 +378,7 @@ def test_a_changed_model_gets_the_base_alone_and_is_told_why() -> None:
         assert result["resumed_from"] == 1 and result["step"] == STEPS
         said = [e for e in read_events(directory) if isinstance(e, Degraded)]
         assert any("step 6 is passed over for step 1" in e.what and "changed" in e.reason for e in said)
+        assert "everstep: step 6 is passed over for step 1: the program has changed" in capfd.readouterr().err
         assert must_finish(lambda: changed(directory))["resumed_from"] == STEPS
 
 

@@ -319,7 +319,12 @@ def test_damage_is_exit_code_4_and_passed_over(cli: Cli, copy: Path, tmp_path: P
     plan = cli("plan", copy, "--json").json
     assert plan["step"] == 4
     assert plan["rejections"][0]["step"] == 6
-    assert cli("export", copy, tmp_path / "newest.safetensors", "--json").json["step"] == 4
+    said = cli("export", copy, tmp_path / "newest.safetensors", "--json")
+    assert (said.code, said.json["step"]) == (0, 4)
+    [line] = said.err.splitlines()
+    assert line.startswith("everstep: step 6 was passed over: ") and line.endswith(f"; everstep verify {copy}")
+    assert "do not match their checksum" in line and said.json["notes"] == [line.removeprefix("everstep: ")]
+    assert cli("export", copy, tmp_path / "four.safetensors", "--step", 4).err == ""
     said = cli("export", copy, tmp_path / "six.safetensors", "--step", 6)
     assert said.code == 4
     assert not (tmp_path / "six.safetensors").exists()
@@ -431,6 +436,26 @@ def test_an_export_to_torch_loads_without_trusting_pickle(
     assert_same(optimizer.state_dict(), alive["optimizer"])
     assert state["schedulers"] == [alive["scheduler"]]
     assert state["step"] == 6
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_all_of_a_run_goes_out_and_comes_in_again_with_its_optimizer(
+    format: str, cli: Cli, finished: Path, tmp_path: Path
+) -> None:
+    assert cli("export", finished, tmp_path / "out", "--format", format).code == 0
+    said = cli("import", tmp_path / "out", tmp_path / "again", "--optimizer", "AdamW")
+    assert said.code == 0, said.err
+    before, after = everstep.open(finished).load(), everstep.open(tmp_path / "again").load()
+    names = [name for name in before if name.startswith(("model.", "optimizer.state."))]
+    assert any(name.endswith(".exp_avg") for name in names)
+    assert_same({name: after[name] for name in names}, {name: before[name] for name in names})
+
+
+def test_a_file_of_all_tensors_is_not_taken_for_a_model(cli: Cli, finished: Path, tmp_path: Path) -> None:
+    assert cli("export", finished, tmp_path / "all.safetensors").code == 0
+    said = cli("import", tmp_path / "all.safetensors", tmp_path / "again")
+    assert said.code == 2 and "everstep export --only model" in said.err
+    assert not (tmp_path / "again").exists()
 
 
 def test_an_export_to_dcp_is_loaded_by_dcp(cli: Cli, finished: Path, alive: dict[str, Any], tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ import everstep
 from everstep import Disk, Memory
 from everstep.capture import form
 from everstep.keeper.logbook import Logbook
+from everstep.recover.reach import kept_steps
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
-from everstep.types import ImageInfo
+from everstep.types import Holding, ImageInfo, Records, Source, Survey
 
 HELD = 3  # records that only a ring has
 
@@ -97,6 +98,20 @@ def test_ls_has_a_row_for_each_base_and_one_for_the_records_after_it(cli: Cli, r
     kept = cli("ls", run, "--json").json
     assert [k["step"] for k in kept] == list(range(1, END + 1))
     assert {(k["base"], tuple(k["sources"])) for k in kept} == {(first, ("disk",)), (second, ("disk",))}
+
+
+def test_a_base_is_not_said_to_be_where_only_its_records_are() -> None:
+    """As of a run that lives: memory has newer bases than the disk, whose records lead as far."""
+
+    def base(source: Source, step: int) -> Holding:
+        return Holding(source=source, node="a", step=step, rank=0, world=1, generation="g", bytes=9, cut_time=1.0)
+
+    records = Records(source="disk", node="a", rank=0, world=1, first=2, last=6, bytes=3, cut_time=2.0)
+    found = kept_steps(Survey(holdings=(base("disk", 1), base("memory", 4)), records=(records,)))
+    assert [(k.step, k.base, k.sources) for k in found] == [
+        (1, 1, ("disk",)), (2, 1, ("disk",)), (3, 1, ("disk",)), (4, 4, ("memory",)), (5, 4, ("disk",)),
+        (6, 4, ("disk",)),
+    ]  # fmt: skip
 
 
 def test_show_prints_what_every_update_was_called_with(cli: Cli, run: Path) -> None:

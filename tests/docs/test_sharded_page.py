@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/sharded.md").read_text()
 EXAMPLE = (ROOT / "examples/train_fsdp.py").read_text()
-SOURCE = "\n".join(path.read_text() for path in (ROOT / "src/everstep/capture").glob("*.py"))
+SOURCE = "\n".join(path.read_text() for path in (ROOT / "src/everstep").glob("**/*.py"))
 
 
 def test_its_first_lines_are_in_the_example() -> None:

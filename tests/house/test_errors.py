@@ -18,7 +18,7 @@ MADE_OF = {
     errors.RunHeld: ("/runs/a", 12, "host"),
     errors.NotEnoughMemory: ("memory", 10, 5, "Free some."),
     errors.TierFailed: (28, "no space", "/runs/a"),
-    errors.NotEnoughSpace: ("disk", 10, 5),
+    errors.NotEnoughSpace: ("disk", 10, 5, 2),
     errors.PeerLost: ("n1", "host:1", "asked", "why"),
     errors.PeerFailed: ("n1", "host:1", "asked", "why"),
 }

@@ -147,9 +147,11 @@ def test_appends_and_cuts_are_made_durable_and_so_is_the_name_by_whoever_did_not
 
 def test_a_full_disk_is_refused_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(tmp_path)
-    monkeypatch.setattr(DiskTier, "free_bytes", lambda self: 100)
-    with pytest.raises(NotEnoughSpace, match="needs"):
+    monkeypatch.setattr(DiskTier, "free_bytes", lambda self: 6_300_000)
+    with pytest.raises(NotEnoughSpace) as refused:
         tier.put("blob", memoryview(bytes(1000)))
+    need = "the write needs 1,000 bytes beside the 16.8 MB that always stay free"
+    assert str(refused.value) == f"{tmp_path} has 6.3 MB free, and {need}. Free some space."
     assert os.listdir(tmp_path) == []
 
 

@@ -43,7 +43,7 @@ from everstep.capture.shape import Shape
 from everstep.capture.stepped import gradients_of, has_none
 from everstep.capture.tap import Tap
 from everstep.capture.update import flushes_denormals
-from everstep.events import ChainEnded, Degraded, RingMade
+from everstep.events import ChainEnded, RingMade
 from everstep.image import ImageLayout
 from everstep.timeline import Kind
 
@@ -321,7 +321,7 @@ class Recorder:
             self._purity = None
         if reason:
             self._gap = self._impure = reason
-            self._life.emit(Degraded(what="there is no log, every step is a base", reason=reason))
+            self._life.tell_no_log(reason)
 
     def _rebind(self, form: Form) -> bool:
         """Values were replaced by others: take those, if they have the same shape."""

@@ -301,13 +301,19 @@ class Capture:
             raise BadConfig(
                 f"Memory(slots={slots}) is too few for several ranks: each keeps its newest two; use 3 or 4"
             )
-        arena = self._life.make_arena(layout, slots=slots)
-        if arena.place == MEMFD and self._life.settings.keeper == "inline":
+        arena = self._use(self._life.make_arena(layout, slots=slots))
+        if not self.outlives_process:
             reason = (
                 "shared memory is too small, and an inline keeper cannot hold the arena for it; use keeper='process'"
             )
             self._life.emit(Degraded(what="captures die with this process", reason=reason))
-        return self._use(arena)
+        return arena
+
+    @property
+    def outlives_process(self) -> bool:
+        """Whether what is sealed does: memory that has no name is held by a keeper, if that is a process."""
+        is_named = self._arena is None or self._arena.place != MEMFD
+        return is_named or self._life.settings.keeper != "inline"
 
     def _use(self, arena: Arena) -> Arena:
         self._arena = arena

@@ -52,7 +52,7 @@ class Steering:
         reason = why_no_log(subjects)
         self._asked: Strategy = "snapshot" if reason else settings.strategy
         if self._asked != settings.strategy:
-            life.emit(Degraded(what="there is no log, every step is a base", reason=reason))
+            life.tell_no_log(reason)
         logs = self._asked in ("log", "replica") or (self._asked == "auto" and had_log)
         self._controller = Controller(
             now="log" if logs else "snapshot", may_choose=self._asked == "auto" and settings.mode != "disk",

@@ -11,7 +11,9 @@ import typer
 
 from everstep.archive import open
 from everstep.cli.output import Directory, Json, MemoryPath, Step, print_json
-from everstep.errors import ReplayedElsewhere
+from everstep.errors import PassedOver, ReplayedElsewhere
+
+_TOLD = (PassedOver, ReplayedElsewhere)
 
 
 def command(
@@ -27,11 +29,12 @@ def command(
     from rich.console import Console
 
     with warnings.catch_warnings(record=True) as said, Console(stderr=True).status(f"exporting to {output}"):
-        warnings.simplefilter("always", ReplayedElsewhere)
+        for category in _TOLD:
+            warnings.simplefilter("always", category)
         exported = open(directory, memory=memory).export(output, step, format=format, only=only)
-    notes = [str(one.message) for one in said if issubclass(one.category, ReplayedElsewhere)]
+    notes = [str(one.message) for one in said if issubclass(one.category, _TOLD)]
     for one in said:
-        if not issubclass(one.category, ReplayedElsewhere):
+        if not issubclass(one.category, _TOLD):
             warnings.showwarning(one.message, one.category, one.filename, one.lineno)
     for note in notes:
         print(f"everstep: {note}", file=sys.stderr)

@@ -12,7 +12,7 @@ from everstep.archive import open
 from everstep.cadence import byte_count, seconds
 from everstep.cli.output import Json, MemoryPath, ago, human_seconds, print_json, print_table
 from everstep.errors import BadConfig
-from everstep.events import Chose, Tuned, read_events
+from everstep.events import NO_LOG, Chose, Degraded, Tuned, read_events
 from everstep.tune.machine import Advice, Machine, advise, read_machine
 
 
@@ -88,10 +88,13 @@ def _decided(directory: Path, json: bool, memory: str | None) -> None:
     events = read_events(open(directory, memory=memory).directory)
     tuned = {event.what: event for event in events if isinstance(event, Tuned)}  # the newest of each
     chosen = next((event for event in reversed(events) if isinstance(event, Chose)), None)
+    refused = next((e for e in reversed(events) if isinstance(e, Degraded) and e.what == NO_LOG), None)
     if json:
-        print_json({"strategy": chosen, "decisions": list(tuned.values())})
+        print_json({"strategy": chosen, "decisions": list(tuned.values()), "no_log": refused})
         return
-    if chosen is None and not tuned:
+    if refused is not None:
+        print(f"{refused.what} ({ago(refused.time)}): {refused.reason}")
+    elif chosen is None and not tuned:
         print("nothing was decided yet: the first steps are measured, or the run was told what to do")
         return
     if chosen is not None:

@@ -6,6 +6,7 @@ which parameter each part of it belongs to. Everything else begins as in a new r
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from everstep.integrations.foreign import read
 from everstep.integrations.given import Given
 from everstep.integrations.parts import NewPart, blank_tree, info_of, wanted
 from everstep.keeper import flush
+from everstep.recover.export import PARAM_NAMES
 from everstep.store import claim
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps, run_name
@@ -70,13 +72,14 @@ def adopt(
     foreign, place = read(Path(source)), Path(directory).absolute()
     content = _Content()
     model = _model_part(foreign.tree, key)
+    _refuse_everything(foreign.tree, str(source))
     _take_model(content, model)
     if model is not foreign.tree:
         beside = [str(name) for name, value in foreign.tree.items() if isinstance(value, Given)]
         content.notes += [f"{name} stands beside the model and was left out" for name in beside]
     state = next((foreign.tree[one] for one in _OPTIMIZER_KEYS if isinstance(foreign.tree.get(one), dict)), None)
     if optimizer is not None:
-        _take_optimizer(content, state, _full_class(optimizer))
+        _take_optimizer(content, _named(state, foreign.tree.get(PARAM_NAMES)), _full_class(optimizer))
     elif state is not None:
         content.notes.append("it also has an optimizer's state, which is taken if its class is named (--optimizer)")
     room = [wanted(name, one.dtype, one.shape) for name, one in content.tensors.items()]
@@ -146,6 +149,16 @@ def _model_part(tree: dict[str, Any], key: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadConfig(f"{key} is not a state_dict")
     return found
+
+
+def _refuse_everything(tree: dict[str, Any], source: str) -> None:
+    """A file of nothing but tensors that `everstep export` has written with all of a run."""
+    state = next((name for name in tree if re.match(r"optimizer(\.\d+)?\.state\.", str(name))), None)
+    if state is not None and any(str(name).startswith("model.") for name in tree):
+        raise BadConfig(
+            f"{source} has an optimizer's state beside the model ({state}), and nothing of its groups. Write it with "
+            "`everstep export --only model`, or all of the run with `--format torch`"
+        )
 
 
 def _take_model(content: _Content, part: dict[str, Any]) -> None:
@@ -222,15 +235,24 @@ def _take_optimizer(content: _Content, part: dict[str, Any] | None, kind: str) -
                 if field_name == "step" and not on_device:
                     content.on_host.append(full)
         values = {k: v.taken() if isinstance(v, Given) else v for k, v in group.items()}
-        groups.append((names, {k: v for k, v in values.items() if k not in ("params", "param_names")}))
+        groups.append((names, {k: v for k, v in values.items() if k not in ("params", PARAM_NAMES)}))
     content.optimizer = OptimizerInfo(type=kind, groups=tuple(tuple(names) for names, _ in groups))
     content.saved = {"groups": [values for _, values in groups], "plain": plain, "shared": {}}
+
+
+def _named(state: Any, names: Any) -> Any:
+    """With the names of its parameters in each group, where `everstep export` has put them beside it."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    if not isinstance(groups, list) or not isinstance(names, list) or len(names) != len(groups):
+        return state
+    pairs = zip(groups, names, strict=True)
+    return {**state, "param_groups": [{PARAM_NAMES: own, **g} if isinstance(g, dict) else g for g, own in pairs]}
 
 
 def _members(group: Any) -> tuple[list[Any], list[str]]:
     """The parameters of a group: as its state has them, and their names."""
     keys = group.get("params") if isinstance(group, dict) else None
-    named = group.get("param_names", keys) if isinstance(group, dict) else None
+    named = group.get(PARAM_NAMES, keys) if isinstance(group, dict) else None
     if not (isinstance(keys, list) and isinstance(named, list) and all(isinstance(one, str | int) for one in keys)):
         raise BadConfig("a group of the optimizer's state_dict has no list of the names or numbers of its params")
     return keys, [str(one) for one in named]

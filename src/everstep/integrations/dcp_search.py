@@ -24,7 +24,7 @@ from everstep.recover.carry import Carrier
 from everstep.recover.load import Report
 from everstep.recover.make_good import rebuild_parts
 from everstep.recover.plan import make_plan, merge, up_to, without
-from everstep.recover.reach import in_words, restorable
+from everstep.recover.reach import in_words, passed_over, restorable
 from everstep.recover.survey import Sources
 from everstep.store import claim
 from everstep.store.disk import DiskTier
@@ -125,7 +125,7 @@ def find(sources: Sources, place: Topology, step: int | None, *, older: bool) ->
     carrier = Carrier(sources, place)
     while True:
         plan = make_plan(survey, nodes)
-        damaged = [r for r in survey.rejections if r.certain and r.step > (-1 if plan.step is None else plan.step)]
+        damaged = passed_over(plan)
         told = "".join(
             f"\n  step {r.step} ({r.source}): {r.reason}" for r in survey.rejections if step in (None, r.step)
         )
@@ -135,10 +135,9 @@ def find(sources: Sources, place: Topology, step: int | None, *, older: bool) ->
             left = in_words(sorted(there - {r.step for r in survey.rejections if r.certain}))
             raise kind(f"{sources.tier.root} has no {what} that is whole; there are [{left}]{told}")
         if damaged and step is None and not older:
-            newest = max(r.step for r in damaged)
             raise Damaged(
-                f"step {newest}, the newest, is damaged, and no other copy of it is good. Step {plan.step} is whole: "
-                f"load it with checkpoint_id={plan.step!r}, or use Reader(..., older=True).{told}"
+                f"step {max(damaged)}, the newest, is damaged, and no other copy of it is good. Step {plan.step} is "
+                f"whole: load it with checkpoint_id={plan.step!r}, or use Reader(..., older=True).{told}"
             )
         found, report = _fetch(carrier, sources, plan, place, verify=place.has_many_nodes or older)
         reports = [

@@ -15,7 +15,7 @@ from everstep.keeper import flush
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.protocol import Hello, Trouble
 from everstep.keeper.replica import Replicas
-from everstep.keeper.roster import Roster
+from everstep.keeper.roster import Roster, unwritten
 from everstep.keeper.rounds import Lane, Order
 from everstep.keeper.session import SOON_S, TICK_S, Session, lease_all, longer
 from everstep.store.disk import DiskTier
@@ -65,7 +65,7 @@ class BaseWriter:
             except Exception as error:  # whatever it is: the next step is tried again, and nobody is left in the dark
                 self.failures += 1
                 self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self.failures)
-                self._emit(Degraded(what=f"step {step} is not durable yet", reason=str(error), tier="disk"))
+                self._emit(unwritten(f"step {step} is not durable yet", error, tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))
         self._has_removed()
 

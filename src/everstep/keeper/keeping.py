@@ -278,7 +278,7 @@ class Keeping:
         `why_hopeless`: says why it will never be there, once that is so.
         """
         keeper, settings = self._keeper, self._life.settings
-        while not keeper.wait_durable(step, None if why_hopeless is None else _LOOK_S, as_base=True):
+        while not self.wait_durable(step, None if why_hopeless is None else _LOOK_S, as_base=True):
             reason = why_hopeless() if why_hopeless is not None else ""
             if reason:
                 raise Restart(f"{reason}. Step {step}, the last, is not durable yet: a restart of the job ends it")
@@ -288,6 +288,16 @@ class Keeping:
                 f"keeper's events. When the tier is back, `everstep scavenge {settings.directory}` brings it there."
             )
         self.capture.let_go()
+
+    def wait_durable(self, step: int, timeout_s: float | None = None, *, as_base: bool = False) -> bool:
+        """For the last step of a process. If the keeper complains, whoever reads it is told what is not lost."""
+        try:
+            return self._keeper.wait_durable(step, timeout_s, as_base=as_base)
+        except EverstepError as error:
+            if not self.capture.outlives_process:
+                raise
+            where = f"Step {step} is in memory: started again on this machine, the program goes on from there."
+            raise EverstepError(f"{str(error).rstrip('.')}. {where}") from None
 
     def close(self) -> list[Arena]:
         """Touch the program's objects no more. Returns the rings, which somebody needs until a base is safe."""

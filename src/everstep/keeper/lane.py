@@ -15,9 +15,9 @@ from typing import Protocol
 
 from everstep.capture.arena import Arena, Seal
 from everstep.errors import Damaged
-from everstep.events import Brought, Degraded, Sink
+from everstep.events import Brought, Sink
 from everstep.keeper.protocol import Hello
-from everstep.keeper.roster import Roster
+from everstep.keeper.roster import Roster, unwritten
 from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.session import SOON_S, Session, lease_all, longer
 from everstep.keeper.transit import CalledOff
@@ -227,8 +227,7 @@ class LaneWorker:
         self.complete = complete
 
     def _complain(self, step: int, error: Exception) -> None:
-        what = f"step {step} is not {_LEVEL[self.name]} yet"
-        self._emit(Degraded(what=what, reason=str(error), tier=self._work.tier))
+        self._emit(unwritten(f"step {step} is not {_LEVEL[self.name]} yet", error, tier=self._work.tier))
 
 
 def _has_room(sessions: list[Session]) -> bool:

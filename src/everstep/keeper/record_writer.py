@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 from everstep.capture.arena import Arena
-from everstep.events import Degraded, Sink
+from everstep.events import Sink
 from everstep.keeper.logbook import Logbook
 from everstep.keeper.pace import Pace
 from everstep.keeper.protocol import Trouble
-from everstep.keeper.roster import Roster
+from everstep.keeper.roster import Roster, unwritten
 from everstep.keeper.rounds import NONE
 from everstep.keeper.session import TICK_S, Session
 from everstep.timeline import Mark
@@ -47,7 +47,7 @@ class RecordWriter:
             except Exception as error:  # whatever it is: rings hold the records, and nobody is left in the dark
                 self.failures += 1
                 rest = min(60.0, 0.5 * 2**self.failures)
-                self._emit(Degraded(what="records are not durable yet", reason=str(error), tier="disk"))
+                self._emit(unwritten("records are not durable yet", error, tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))
 
     def _take(self) -> bool:

@@ -6,6 +6,8 @@ import threading
 import time
 
 from everstep.capture.arena import Arena
+from everstep.errors import NotEnoughSpace
+from everstep.events import Degraded
 from everstep.keeper.protocol import AnyMessage
 from everstep.keeper.session import Session, give_back
 
@@ -76,6 +78,12 @@ class Roster:
     def tell(self, message: AnyMessage) -> None:
         for session in self.all():
             session.tell(message)
+
+
+def unwritten(what: str, error: Exception, *, tier: str) -> Degraded:
+    """A write that failed: what only a keeper can promise is said here."""
+    full = " Or lower keep=; training goes on, and the write is tried again."
+    return Degraded(what=what, reason=f"{error}{full if isinstance(error, NotEnoughSpace) else ''}", tier=tier)
 
 
 def _of_life(sessions: list[Session], arenas: list[Arena | None]) -> list[int]:

@@ -16,6 +16,8 @@ from everstep.capture.layout import optimizer_name
 from everstep.errors import BadConfig
 from everstep.recover.assemble import Checkpoint
 
+PARAM_NAMES = "param_names"  # of each group of an optimizer, as its state has them by number
+
 
 def write(checkpoint: Checkpoint, path: Path, *, format: str, only: str) -> None:
     if only not in ("all", "model"):
@@ -77,9 +79,11 @@ def _everything(checkpoint: Checkpoint) -> dict[str, Any]:
     if "dcp" in checkpoint.extras:
         return _as_saved(checkpoint)
     optimizers = optimizer_states(checkpoint)
+    names = [[[one.removeprefix("model.") for one in group] for group in o.groups] for o in checkpoint.info.optimizers]
     return {
         "model": module_state(checkpoint, "model."),
         "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
+        PARAM_NAMES: names[0] if len(names) == 1 else names,  # beside it: an optimizer would keep what it does not know
         "schedulers": checkpoint.extras["schedulers"],
         "scaler": checkpoint.scaler_state(),
         "extra": extra_state(checkpoint),

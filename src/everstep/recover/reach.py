@@ -13,7 +13,7 @@ from typing import get_args
 import msgspec
 
 from everstep.recover.plan import reaches, without
-from everstep.types import Exposure, Holding, Plan, Records, Source, Survey
+from everstep.types import Attempt, Exposure, Holding, Plan, Records, Source, Survey
 
 _HERE: tuple[tuple[str, tuple[Source, ...]], ...] = (  # what is gone from this node
     ("the process dies", ()),
@@ -30,7 +30,7 @@ class Kept:
     world: int
     bytes: int  # of all ranks: of the base, or of this step's records
     cut_time: float | None  # None: only its record knows
-    sources: tuple[Source, ...]  # each of which is enough; none if it takes both
+    sources: tuple[Source, ...]  # that have it so, each of which is enough; none if it takes both
     base: int  # itself, or the step from which records lead to it
     replica: str = ""  # the device whose steps a host repeated to make its base: not bit for bit
 
@@ -38,7 +38,7 @@ class Kept:
 def kept_steps(survey: Survey) -> list[Kept]:
     """Every step that a base and whole records lead to, oldest first."""
     ways = {step: parts for parts, steps in reaches(survey, nodes_of(survey)) for step in steps}
-    enough = {source: restorable(only(survey, source)) for source in get_args(Source)}
+    alone = {source: _bases_and_steps(only(survey, source)) for source in get_args(Source)}
     sizes: dict[int, dict[int, int]] = {}
     times: dict[int, float] = {}
     for one in survey.records:
@@ -54,7 +54,7 @@ def kept_steps(survey: Survey) -> list[Kept]:
                 step=step, base=base, world=parts[0].world,
                 bytes=sum(h.bytes for h in parts) if own else sum(sizes[step].values()),
                 cut_time=max(h.cut_time for h in parts) if own else times.get(step),
-                sources=tuple(source for source in get_args(Source) if step in enough[source]),
+                sources=tuple(one for one, (bases, led_to) in alone.items() if step in (bases if own else led_to)),
                 replica=next((h.replica for h in parts if h.replica), ""),
             )
         )  # fmt: skip
@@ -62,7 +62,13 @@ def kept_steps(survey: Survey) -> list[Kept]:
 
 
 def restorable(survey: Survey) -> set[int]:
-    return {step for parts, steps in reaches(survey, nodes_of(survey)) for step in steps}
+    return _bases_and_steps(survey)[1]
+
+
+def _bases_and_steps(survey: Survey) -> tuple[set[int], set[int]]:
+    """The whole bases, and all steps that these and records lead to."""
+    found = reaches(survey, nodes_of(survey))
+    return {parts[0].step for parts, _ in found}, {step for _, steps in found for step in steps}
 
 
 def nodes_of(survey: Survey) -> set[str]:
@@ -146,6 +152,22 @@ def _without_here(survey: Survey, node: str, gone: Collection[Source]) -> Survey
 def _time(one: Kept, kept: Sequence[Kept]) -> float:
     """When a step was done, or at least its base."""
     return one.cut_time or next((k.cut_time or 0.0 for k in kept if k.step == one.base), 0.0)
+
+
+def passed_over(plan: Plan, attempts: Collection[Attempt] = ()) -> dict[int, str]:
+    """The steps after a plan's that were there for certain, oldest first, and why they are not taken.
+
+    They are damaged, or somebody began to load them. What is rejected for no one source is incomplete else: as a step
+    is that not all ranks had sealed, with which no work is lost.
+    """
+    newest, tried = -1 if plan.step is None else plan.step, {attempt.step for attempt in attempts}
+    lost = [r for r in reversed(plan.rejections) if r.certain and (r.source != "any" or r.step in tried)]
+    return {r.step: r.reason for r in lost if r.step > newest}
+
+
+def in_a_line(step: int, reason: str, directory: str) -> str:
+    """For people, of one of them."""
+    return f"step {step} was passed over: {reason}; everstep verify {directory}"
 
 
 def records_of(plan: Plan) -> tuple[int, int]:

@@ -6,6 +6,7 @@ was proven.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from everstep.errors import Diverged, Mismatch
 from everstep.events import Degraded, Rejected, Replayed, Sink
 from everstep.recover.assemble import Checkpoint, check
 from everstep.recover.load import Found, clear_attempt, find, note_attempt
+from everstep.recover.reach import in_a_line, passed_over
 from everstep.recover.rebuild import advanced
 from everstep.recover.replay import as_many_threads, replay
 from everstep.recover.state import State
@@ -41,7 +43,10 @@ def resume(
     """
     arrived = began = time.monotonic()
     limit: int | None = None
+    lost: dict[int, str] = {}
+    attempts = sources.attempts()  # before this one is among them
     while (found := find(sources, place, emit, limit, subjects=state.subjects, reserve=reserve)) is not None:
+        lost |= passed_over(found.plan, attempts)
         step, loaded = found.latest.step, time.monotonic()
         mark(Kind.LOAD, step, began, loaded)
         limit = _try(sources, found, state, feed, place, strict=strict, emit=emit)
@@ -52,6 +57,8 @@ def resume(
             break
     if found is None:
         return None
+    for newer, reason in sorted(lost.items()):
+        _say(in_a_line(newer, reason, sources.directory), place)
     state.reductions.restore(found.latest.extras.get("reductions"), place, emit)
     if found.base.info.replica:
         what = f"step {found.base.step} comes from a replica: the run goes on, but not bit for bit"
@@ -75,7 +82,7 @@ def _try(
         else:  # tensors come when the steps are repeated
             differing = check(found.base, state.subjects, strict=strict)
         if found.chain is not None and differing:
-            return _passed_over(found, differing, emit)
+            return _passed_over(found, differing, place, emit)
         if found.chain is not None:
             limit = _replay(found, state, place, strict=strict, emit=emit)
             if limit is not None:
@@ -96,10 +103,18 @@ def _try(
     return None
 
 
-def _passed_over(found: Found, differing: list[str], emit: Sink) -> int:
+def _say(line: str, place: Topology) -> None:
+    """For people, once for all ranks: work is lost, which they would else find out from a step's number."""
+    if place.rank == 0:
+        print(f"everstep: {line}", file=sys.stderr, flush=True)
+
+
+def _passed_over(found: Found, differing: list[str], place: Topology, emit: Sink) -> int:
     """What another program consumed cannot be repeated by this one: its base alone is taken."""
     reason = f"the program has changed, so the steps after {found.base.step} cannot be repeated: {differing[0]}"
-    emit(Degraded(what=f"step {found.latest.step} is passed over for step {found.base.step}", reason=reason))
+    what = f"step {found.latest.step} is passed over for step {found.base.step}"
+    emit(Degraded(what=what, reason=reason))
+    _say(f"{what}: {reason}", place)
     return found.base.step
 
 
@@ -125,6 +140,7 @@ def _replay(found: Found, state: State, place: Topology, *, strict: bool, emit: 
     good = min(int(answer) for answer in topology.exchange(str(good).encode(), place))
     if good < wanted:
         emit(Rejected(step=wanted, source="any", reason=reason))
+        _say(f"step {wanted} is passed over for step {good}: {reason}", place)
         return good
     if rebuilt is not None:
         state.restore(rebuilt.checkpoint, strict=strict)

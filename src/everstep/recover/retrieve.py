@@ -6,18 +6,29 @@ import warnings
 
 import msgspec
 
-from everstep.errors import BadConfig, Damaged, Diverged, EverstepError, NothingToRestore, ReplayedElsewhere
+from everstep.errors import (
+    BadConfig,
+    Damaged,
+    Diverged,
+    EverstepError,
+    NothingToRestore,
+    PassedOver,
+    ReplayedElsewhere,
+)
 from everstep.recover.assemble import Checkpoint, Image, whole_views
 from everstep.recover.chain import BadRecord, Chain, fetch_chain
 from everstep.recover.plan import make_plan, reaches, up_to, without
-from everstep.recover.reach import in_words
+from everstep.recover.reach import in_a_line, in_words, passed_over
 from everstep.recover.rebuild import Base, NeedsProgram, rebuild
 from everstep.recover.survey import Sources
 from everstep.types import Holding, Plan, Records, Survey
 
 
 def retrieve(sources: Sources, step: int | None, rank: int) -> Checkpoint:
-    """Private values are those of `rank`. What turns out to be damaged is passed over, for the next best."""
+    """Private values are those of `rank`. What turns out to be damaged is passed over, for the next best.
+
+    Unless a step is asked for, a warning names each newer one that was.
+    """
     everything = survey = sources.survey()
     if step is not None:  # it is asked for, whoever failed to read it before
         survey = msgspec.structs.replace(up_to(survey, step), attempts=())
@@ -30,6 +41,8 @@ def retrieve(sources: Sources, step: int | None, rank: int) -> Checkpoint:
         found = _fetch(sources, plan, rank)
         if isinstance(found, tuple):
             base, chain = found
+            for newer, reason in passed_over(plan, survey.attempts).items() if step is None else ():
+                warnings.warn(in_a_line(newer, reason, sources.directory), PassedOver, stacklevel=3)
             return base(rank) if chain is None else _repeated(base, chain, rank, everything)
         for what, reason in found:
             survey = without(survey, what, reason)

@@ -32,6 +32,7 @@ class Sources:
     def __init__(self, places: Places, run: str, *, is_common: bool = False) -> None:
         """`is_common`: every node reads this one's disk for itself."""
         self.run, self.node, memory_path = run, node_name(), places.memory
+        self.directory = places.directory
         self.tier = places.disk_tier()
         self.shelves: dict[Source, Shelf] = {
             "disk": Shelf(self.tier, run, source="disk", node=self.node, everywhere=is_common)

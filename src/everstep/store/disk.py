@@ -51,7 +51,7 @@ class DiskTier:
             raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path))
         data = data.cast("B")
         if not self.has_room(len(data)):
-            raise NotEnoughSpace(str(self.root), len(data), self.free_bytes())
+            raise self._full(len(data))
         with self._failing(f"writing {name}", len(data)):
             self._make_folder(path.parent)
             temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex[:12]}-{path.name}")
@@ -115,7 +115,7 @@ class DiskTier:
         if path.exists():
             raise FileExistsError(errno.EEXIST, "a name never changes its content", str(path))
         if not self.has_room(size):
-            raise NotEnoughSpace(str(self.root), size, self.free_bytes())
+            raise self._full(size)
         with self._failing(f"writing {name}", size):
             self._make_folder(path.parent)
             return Incoming(self, path)
@@ -127,7 +127,7 @@ class DiskTier:
         parts = [part.cast("B") for part in parts]
         size = sum(map(len, parts))
         if not self.has_room(size):
-            raise NotEnoughSpace(str(self.root), size, self.free_bytes())
+            raise self._full(size)
         with self._failing(f"appending to {name}", size):
             self._make_folder(path.parent)
             is_new = not path.exists()
@@ -279,6 +279,9 @@ class DiskTier:
     def has_room(self, size: int) -> bool:
         return self.free_bytes() >= size + _SPARE_BYTES
 
+    def _full(self, size: int) -> NotEnoughSpace:
+        return NotEnoughSpace(str(self.root), size, self.free_bytes(), _SPARE_BYTES)
+
     # -- removing
 
     def delete(self, name: str) -> None:
@@ -352,7 +355,7 @@ class DiskTier:
             raise
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise NotEnoughSpace(str(self.root), needed_bytes, self.free_bytes()) from error
+                raise self._full(needed_bytes) from error
             raise TierFailed(error.errno, f"{self.name} failed {what}: {error.strerror}", str(self.root)) from error
 
 
