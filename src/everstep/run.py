@@ -164,7 +164,7 @@ class Run:
             state.subjects, life, self._keeper, self._tree, left=left, rings=rings, resumed_from=self.resumed_from,
             resumed_base=self._resumed_base, is_followed=bool(replica),
         )  # fmt: skip
-        self._life.callback(self._close_keeping)
+        self._life.callback(self._keeping.end_life)
         self._capture = self._keeping.capture
         self._emit(Started(rank=place.rank, world=place.world, pid=os.getpid(), step=self.step, source=source))
 
@@ -235,10 +235,9 @@ class Run:
         self.finish()
 
     def _is_over(self, feed: Feed) -> bool:
-        settings = self.settings
-        if self._finished or (settings.steps is not None and self.step >= settings.steps):
-            return True
-        return settings.epochs is not None and feed.epoch >= settings.epochs
+        steps, epochs = self.settings.steps, self.settings.epochs
+        has_all = (steps is not None and self.step >= steps) or (epochs is not None and feed.epoch >= epochs)
+        return self._finished or has_all
 
     def set_random(self) -> None:
         """For loops that call done(): the random state as it was saved, whatever has moved it since guard()."""
@@ -320,10 +319,6 @@ class Run:
 
     def tell_went_on(self, presence: Presence, **without: int) -> None:
         self._emit(presence.report(self._place, step=self.step, left_at=self._left_at, **without))
-
-    def _close_keeping(self) -> None:
-        for arena in (*self._keeping.close(), *self._capture.held()):
-            arena.close()
 
     # -- asking
 
