@@ -420,7 +420,7 @@ class Run:
 
     def _at_exit(self) -> None:
         """The interpreter ends and nobody closed the run: the keeper takes care of what is sealed."""
-        if not self._closed:
+        if not self._closed and not self._signals.is_forked:
             self._closed = True
             try:
                 self._keeping.wait_sealed()

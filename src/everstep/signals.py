@@ -74,7 +74,7 @@ class Signals:
         os.close(hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return  # SIGINT goes to a whole group: the workers of a loader are needed until the step is done
         if self._over:  # it ended in another thread, or somebody has put this back
             self._restore()
@@ -123,6 +123,11 @@ class Signals:
     def is_asked(self) -> bool:
         """Whether this process is to leave as soon as it can."""
         return self._received is not None or bool(self.halt)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of the trainer, which shares its sockets and must not close them for both."""
+        return os.getpid() != self._pid
 
     def leave(self) -> int | None:
         """The wish is being granted: nobody needs to be impatient. Returns the signal; None: it is a halt."""

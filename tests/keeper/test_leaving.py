@@ -20,6 +20,8 @@ from torch import nn
 
 import everstep
 from everstep.errors import Misuse
+from everstep.events import Degraded, read_events
+from everstep.keeper.client import keeper_pid
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import run_directory
@@ -137,3 +139,50 @@ def test_a_process_whose_run_is_over_ends_when_it_is_told_to(ending: str) -> Non
             time.sleep(20.0)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_whoever_waits_in_another_thread_is_told_when_the_run_is_over() -> None:
+    with run_directory() as directory:
+        run = guarded(directory, "snapshot", "process")
+        run.wait("durable")
+        run._keeper.durable_step = -1  # as if a disk took for ever
+        answers: list[bool] = []
+        waiting = threading.Thread(target=lambda: answers.append(run._keeper.wait_durable(99, None)))
+        waiting.start()
+        run.give_up()
+        waiting.join(5.0)
+        assert answers == [False]
+
+
+@pytest.mark.parametrize("strategy", ["snapshot", "log"])
+def test_a_keeper_that_is_born_while_its_trainer_leaves_is_told_goodbye(strategy: str) -> None:
+    with run_directory() as directory:
+        run = guarded(directory, strategy, "process")
+        run.wait("sealed")
+        name = str(run.status()["run"])
+        keeper = keeper_pid(name)
+        assert keeper is not None
+        os.kill(keeper, signal.SIGKILL)
+        time.sleep(0.1)
+        run.give_up()  # and this process lives on
+        time.sleep(2.0)  # until it is born
+        deadline = time.monotonic() + 20.0
+        while keeper_pid(name) is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert keeper_pid(name) is None, "it takes the trainer for alive"
+        assert everstep.open(directory).latest() == 4
+
+
+def test_a_forked_child_that_ends_as_python_does_leaves_the_keeper_to_its_parent() -> None:
+    with run_directory() as directory:
+        run = guarded(directory, "snapshot", "process")
+        child = os.fork()
+        if not child:
+            run._at_exit()
+            os._exit(0)
+        os.waitpid(child, 0)
+        update(run)
+        run.done()
+        assert run.wait("durable", timeout=20.0)
+        assert not [event for event in read_events(directory) if isinstance(event, Degraded)]
+        run.close()

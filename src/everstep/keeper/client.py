@@ -57,6 +57,7 @@ from everstep.types import Level
 
 _ATTEMPTS = 5
 _ASK_AGAIN_S = 1.0
+_INTRODUCED_S = 10.0  # until a new keeper knows of a trainer that leaves
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +79,8 @@ class KeeperClient:
         self._arenas: dict[ArenaKind, Arena] = {}
         self._channel: Channel | None = None
         self._state = threading.Condition()
-        self._closing = False
+        self._closing = self._is_final = False
+        self._listener: threading.Thread | None = None
         self._inline: threading.Thread | None = None
         self._members: tuple[Member, ...] = ()
         self.address = ""  # of the keeper, for other nodes
@@ -97,7 +99,8 @@ class KeeperClient:
         """Say hello; must be called before the first attach."""
         self._hello = hello
         self._introduce()
-        threading.Thread(target=self._listen, name="everstep-keeper-client", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="everstep-keeper-client", daemon=True)
+        self._listener.start()
 
     def listen_with(self, answers: Answers) -> None:
         self._answers = answers
@@ -105,13 +108,18 @@ class KeeperClient:
             answers.halt(self._halt)
 
     def close(self, *, final: bool) -> None:
-        self._closing = True
-        self._send(Bye(final=final))
-        if self._channel is not None:
-            self._channel.close()
+        self._closing, self._is_final = True, final
+        self._part()
+        if self._listener is not None:  # it may just be telling a new keeper of us
+            self._listener.join(_INTRODUCED_S)
         if self._inline is not None:
             self._inline.join()
             leave(find_runtime_folder(self._run))
+
+    def _part(self) -> None:
+        self._send(Bye(final=self._is_final))
+        if self._channel is not None:
+            self._channel.close()
 
     def _introduce(self) -> None:
         failure = ""
@@ -203,6 +211,8 @@ class KeeperClient:
             return levels[level] >= step
 
         while not reached() and not self.trouble:
+            if self._closing:
+                return False  # nobody answers any more
             left = _ASK_AGAIN_S if deadline is None else min(_ASK_AGAIN_S, deadline - time.monotonic())
             if left <= 0:
                 return False
@@ -246,6 +256,7 @@ class KeeperClient:
                 self._hear(heard[0])
             elif not self._closing:
                 self._reintroduce()
+        self._part()  # from a keeper that came meanwhile, too
 
     def _hear(self, message: object) -> None:
         answers = self._answers
