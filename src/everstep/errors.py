@@ -173,12 +173,8 @@ class TierFailed(EverstepError, OSError):
 class NotEnoughSpace(TierFailed):
     def __init__(self, tier: str, needed_bytes: int, free_bytes: int, reserve_bytes: int = 0) -> None:
         """`reserve_bytes`: what is left free whatever is written."""
-        self.tier, self.needed_bytes, self.free_bytes, self.reserve_bytes = (
-            tier,
-            needed_bytes,
-            free_bytes,
-            reserve_bytes,
-        )
+        self.tier, self.needed_bytes = tier, needed_bytes
+        self.free_bytes, self.reserve_bytes = free_bytes, reserve_bytes
         needed = f"{needed_bytes / 1e6:,.1f} MB" if needed_bytes >= 1e5 else f"{needed_bytes:,} bytes"
         reserve = f" beside the {reserve_bytes / 1e6:,.1f} MB that always stay free" if reserve_bytes else ""
         super().__init__(
