@@ -170,6 +170,8 @@ class Signals:
     def _end_thread(self) -> None:
         if self._older is not None:
             self._older._end_thread()
+        if self._told < 0:  # long since, and somebody has only put its handlers back
+            return
         with suppress(BlockingIOError):  # full of signals: it is awake, and comes to the end
             os.write(self._told, _END)  # forked children may hold this side open
         os.close(self._told)

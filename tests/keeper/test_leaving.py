@@ -121,6 +121,18 @@ def test_whichever_of_several_runs_ends_first_signals_are_in_the_end_what_they_w
         assert held() == before
 
 
+def test_a_run_may_follow_one_whose_handlers_somebody_has_put_back() -> None:
+    """As a library does that has its own in between: it saw them when the run had begun, and is done after its end."""
+    before = signal.getsignal(signal.SIGTERM)
+    with run_directory() as first, run_directory() as second:
+        run = guarded(first, "snapshot", "inline")
+        between = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        run.close()
+        signal.signal(signal.SIGTERM, between)
+        guarded(second, "snapshot", "inline").close()
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize("ending", ["in another thread", "and its handler comes back"])
 def test_a_process_whose_run_is_over_ends_when_it_is_told_to(ending: str) -> None:
     with run_directory() as directory:
