@@ -64,7 +64,7 @@ def update(run: everstep.Run) -> None:
 def test_a_run_that_is_over_and_let_go_of_holds_nothing_of_its_process(strategy: str, keeper: str, ending: str) -> None:
     with run_directory() as directory:
         guarded(directory, strategy, keeper).close()  # whatever is loaded only once
-    gc.collect()
+    until_threads_ended()
     before = held()
     with run_directory() as directory:
         run = guarded(directory, strategy, keeper)
