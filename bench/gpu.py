@@ -7,7 +7,6 @@
     python bench/gpu.py paced                                              captures beside an all-reduce
     python bench/gpu.py scaling                                            what bytes and tensors cost
     python bench/gpu.py all                                                each of them, in at most 25 minutes
-    python bench/gpu.py turnstiles                                         how copies let others pass: not in `all`
     python bench/gpu.py all --since 2026-11-18                             what was not found well since then
 
 Blocks of steps with and without captures take turns on one model in one process, so every ratio comes from one run.
@@ -38,7 +37,6 @@ from gpu_models import CASES
 from gpu_paced import bench_paced, paced_report
 from gpu_recovery import MODELS, bench_recovery, recovery_report
 from gpu_scaling import STATES, bench_scaling, scaling_report
-from gpu_turnstiles import bench_turnstiles, turnstiles_report
 from gpu_utilisation import bench_utilisation, draw_utilisation, utilisation_report
 from gpu_ways import METHODS
 
@@ -91,12 +89,7 @@ PARTS = {
         ("gpt2",), lambda plan, scratch, given: bench_paced(list(plan), scratch, given.deadline), paced_report
     ),
     "exact": Part(EXACT, lambda plan, scratch, given: bench_exact(list(plan), scratch), exact_report),
-    "turnstiles": Part(
-        ("bert",), lambda plan, scratch, given: bench_turnstiles(list(plan), scratch, given.deadline),
-        turnstiles_report, others=tuple(name for name in CASES if name != "bert"),
-    ),
 }  # fmt: skip
-ALL = tuple(name for name in PARTS if name != "turnstiles")  # which compares what Everstep does not do
 
 
 def missing(name: str, given: argparse.Namespace) -> Plan:
@@ -162,7 +155,7 @@ def main() -> None:
     parser.add_argument(
         "--method", default="", help="frequency, utilisation: how names of methods begin, with ; between"
     )
-    parser.add_argument("--longest", type=float, default=6.0, help="frequency: seconds of training between two saves")
+    parser.add_argument("--longest", type=float, default=4.0, help="frequency: seconds of training between two saves")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no new measurement begins")
     parser.add_argument("--since", default="", help="a date as in the tables, or a day: what is there since then stays")
     parser.add_argument("--out", type=Path, default=None, help="where tables are, and where those of earlier calls lie")
@@ -179,9 +172,9 @@ def main() -> None:
         torch.set_num_threads(1)
     given.out = given.out or (HERE / "results" if given.device == "cuda" else STAND_INS)
     given.deadline = time.monotonic() + given.budget
-    parts = [name for name in PARTS if name in given.part or ("all" in given.part and name in ALL)]
+    parts = [name for name in PARTS if name in given.part or "all" in given.part]
     if given.tables:
-        for name in PARTS if "all" in given.part else parts:
+        for name in parts:
             write_again(name, given.out)
     elif given.exact_child:
         exact_child(given.exact_child, given.scratch, given.kill)

@@ -41,7 +41,6 @@ class Unit:
 
 
 UNITS = (
-    Unit("turnstiles", 150.0),
     Unit("frequency", MODELS_S["gpt2-xl"], ("gpt2-xl",)),
     Unit("frequency", 600.0, tuple(name for name in MODELS_S if name != "gpt2-xl")),
     Unit("recovery", 330.0),

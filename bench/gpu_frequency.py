@@ -29,11 +29,11 @@ MOST = 0.05  # of the time, that a method may cost
 BLOCK_S, PLAIN_S, PAIRS = 0.4, 0.3, 3  # of blocks with and without
 PAIRED_S = 1.5  # a block that has to be longer than this is the only one
 RUNS = 6  # of one method on one model, at most
-CELL_S, LARGE_CELL_S = 10.0, 20.0  # of runs, after which a method gets no further one on a model,
+CELL_S, LARGE_CELL_S = 7.0, 15.0  # of runs, after which a method gets no further one on a model,
 LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
 # What was measured least comes first. Each has its time, and what it leaves of that is left to the others.
 MODELS_S = {
-    "gpt2-xl": 320.0, "bert": 150.0, "gpt2": 120.0, "resnet18": 75.0, "vgg16": 75.0, "inception": 75.0, "alexnet": 75.0
+    "gpt2-xl": 280.0, "bert": 150.0, "gpt2": 120.0, "resnet18": 75.0, "vgg16": 75.0, "inception": 75.0, "alexnet": 75.0
 }  # fmt: skip
 GRACE_S = 20.0  # that the last method of a model may take longer, before it is ended
 # Of a large model, as much as its time is enough for; who writes comes before who does not, since removing takes long.

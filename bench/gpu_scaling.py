@@ -47,7 +47,6 @@ class Training:
             self._plain_s = Stat([self._step() for _ in range(3)]).median
 
     def _step(self) -> float:
-        """Nothing is captured before the first ones: so long it takes without."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(self._count):
@@ -61,7 +60,10 @@ class Training:
         if gpu_models.DEVICE != "cuda":
             cpu.compute(self._seconds)
             return self._saver.step()
-        return self._step() - self._plain_s
+        kept_s = self._step()
+        self._saver.run.wait("sealed")
+        before_s, self._plain_s = self._plain_s, self._step()  # clocks and powers change: neighbours are compared
+        return kept_s - (before_s + self._plain_s) / 2
 
 
 def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
@@ -90,32 +92,35 @@ def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
 
 
 def _disk(saver: peers.Everstep, scratch: Path, turns: int) -> dict[str, list[float]]:
-    """Ours and the disk's own, each first in turn. The latter of a part, as seconds for the whole."""
+    """Ours between two of the plainest program: of a part, as seconds for the whole."""
     found: dict[str, list[float]] = {key: [] for key in ("write", "raw_write", "read", "raw_read", "restore_s")}
     raw, arena = scratch / "raw.bin", saver.run._capture.arena()
     assert arena is not None
     most = min(arena.slot_bytes, RAW_BYTES // 4096 * 4096)
     whole = arena.slot_bytes / most
-    for turn in range(turns):
+
+    def raw_write() -> float:
+        seconds = whole * peers.raw_write(raw, memoryview(arena.slots[0])[:most])
+        raw.unlink()
+        peers.sync_folder(scratch)
+        return seconds
+
+    def raw_read(file: Path) -> float:
+        peers.drop_cache([file])
+        return whole * peers.raw_read(file, most)
+
+    for _ in range(turns):
         saver.step()
         saver.save(scratch)
         saver.run.wait("sealed")
-        writes: list[tuple[str, Callable[[], float]]] = [
-            ("write", lambda: _timed(lambda: saver.run.wait("durable"))),
-            ("raw_write", lambda: whole * peers.raw_write(raw, memoryview(arena.slots[0])[:most])),
-        ]
-        for key, write in writes if turn % 2 else reversed(writes):
-            found[key].append(write())
-        raw.unlink()
-        peers.sync_folder(scratch)
+        before = raw_write()
+        found["write"].append(_timed(lambda: saver.run.wait("durable")))
+        found["raw_write"].append((before + raw_write()) / 2)
         file = max(saver.files(scratch), key=lambda path: path.stat().st_size)
-        reads: list[tuple[str, Callable[[], float]]] = [
-            ("restore_s", lambda: _timed(lambda: _restored(saver, scratch, "disk"))),
-            ("raw_read", lambda file=file: whole * peers.raw_read(file, most)),
-        ]
-        for key, read in reads if turn % 2 else reversed(reads):
-            peers.drop_cache([file])
-            found[key].append(read())
+        before = raw_read(file)
+        peers.drop_cache([file])
+        found["restore_s"].append(_timed(lambda: _restored(saver, scratch, "disk")))
+        found["raw_read"].append((before + raw_read(file)) / 2)
     found["read"] = found["restore_s"]  # what is read goes into the model
     return found
 
@@ -191,10 +196,11 @@ def scaling_report(report: Report, models: dict[str, Any]) -> None:
          "copied and sealed, GB/s", "of the link", "write GB/s", "of raw", "from memory GB/s", "of the link",
          "from disk GB/s", "of raw"],
         note="Medians, with the lowest and highest. Parameters of an SGD without momentum. Blocked: run.done(), and by "
-        "how much longer matrix products and the update after them took on the device, with 30 ms and a second for 35 "
-        "GB of them. Sealed: from the cut on, with nothing else to do. Write: from wait() on a sealed step until it is "
-        "committed; raw: O_DIRECT, four threads, fsync. From memory and from disk: into the parameters on the device, "
-        "what is read is checked; raw: O_DIRECT, four threads, into fresh memory of the host. Raw of 4 GB at most. "
+        "how much longer matrix products and the update after them took on the device than their neighbours without "
+        "captures, with 30 ms and a second for 35 GB of them. Sealed: from the cut on, with nothing else to do. Write: "
+        "from wait() on a sealed step until it is committed; raw: O_DIRECT, four threads, fsync. From memory and from "
+        "disk: into the parameters on the device, what is read is checked; raw: O_DIRECT, four threads, into fresh "
+        "memory of the host. Raw of 4 GB at most, before and after ours. "
         "States of 10 GB and more have Memory(slots=2), and one turn on the disk.",
     )  # fmt: skip
     for entry in entries:

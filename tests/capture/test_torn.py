@@ -76,10 +76,10 @@ def bases(run: everstep.Run) -> dict[int, set[float]]:
 
 def torn(
     directory: Path, device: str, *, optimizers: int = 1, steps: int = 12, went_on: threading.Event | None = None,
-    **options: Any,
+    tensors: int = 8, elements: int | None = None, **options: Any,
 ) -> list[int]:  # fmt: skip
     """Train, looking at every base; the steps whose base was not one cut. `went_on`: told when an update is done."""
-    model = Counters(tensors=8, elements=1 << (21 if device == "cpu" else 24)).to(device)
+    model = Counters(tensors, elements or 1 << (21 if device == "cpu" else 24)).to(device)
     groups = [list(model.values)[i::optimizers] for i in range(optimizers)]
     made = [AddsOne(group) for group in groups]
     run = everstep.guard(model, made, dir=directory, keeper="inline", tiers=[everstep.Disk(every="1h")], **options)
@@ -109,6 +109,11 @@ def test_no_update_overtakes_the_copy_of_the_step_before(directory: Path, device
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_no_update_overtakes_the_copy_into_spare_device_memory(directory: Path) -> None:
     assert torn(directory, "cuda", mode="device") == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_update_overtakes_the_copies_of_many_small_tensors(directory: Path, device: str) -> None:
+    assert torn(directory, device, tensors=2000, elements=1000) == []
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -37,6 +37,7 @@ def test_memory_that_cannot_be_pinned_is_told_of_and_training_goes_on() -> None:
 
 def test_sources_are_pinned_only_while_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(pinned, "_NEAR_BYTES", 0)  # `before` may lie near to the others
     memory = torch.randint(0, 255, (8 << 20,), dtype=torch.uint8)
     before = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8).pin_memory()
     sources = [memory[1000:500_000], memory[6_000_001:7_000_000], before, torch.empty(0)]

@@ -54,16 +54,19 @@ def pinned_for(devices: Collection[torch.device], sources: Iterable[Tensor]) -> 
 
 
 def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Address and size of whole pages in which tensors of the host lie that are not pinned already."""
-    unpinned = sorted((s.data_ptr(), s.nbytes) for s in sources if s.nbytes and not s.is_cuda and not s.is_pinned())
-    found: list[tuple[int, int]] = []
-    for address, size in unpinned:
-        begin, end = address // _PAGE * _PAGE, -(-(address + size) // _PAGE) * _PAGE
-        if found and begin <= sum(found[-1]) + _NEAR_BYTES:
-            begin, before = found.pop()
-            end = max(end, begin + before)
-        found.append((begin, end - begin))
-    return found
+    """Address and size of whole pages in which tensors of the host lie; not where the first of them is pinned already.
+
+    To ask of each would take longer than to copy many that are small.
+    """
+    found: list[tuple[int, int, Tensor]] = []
+    for source in sorted((s for s in sources if s.nbytes and not s.is_cuda), key=Tensor.data_ptr):
+        address, first = source.data_ptr(), source
+        begin, end = address // _PAGE * _PAGE, -(-(address + source.nbytes) // _PAGE) * _PAGE
+        if found and begin <= found[-1][1] + _NEAR_BYTES:
+            begin, before, first = found.pop()
+            end = max(end, before)
+        found.append((begin, end, first))
+    return [(begin, end - begin) for begin, end, first in found if not first.is_pinned()]
 
 
 def _register(begin: int, size: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -84,6 +85,19 @@ class Checkpoint:
         return state
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Thousands of objects are made, all to stay: a collector that went through them again and again finds nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_uncollected()
 def view(images: dict[int, Image], step: int, needs: Needs) -> Checkpoint:
     """What a rank needs of the images of all old ranks."""
     missing = uncovered(layout.pieces for layout, _, _ in images.values())
@@ -178,6 +192,7 @@ def check(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[s
     return found
 
 
+@_uncollected()
 @torch.no_grad()
 def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
     """Copy into models, and give the optimizers their state; what does not fit was reported by `check`."""
