@@ -1,9 +1,8 @@
 """Everstep and its peers on one CUDA device.
 
-    python bench/gpu.py frequency [--only resnet18,gpt2] [--method NAME]   how often, and what every step costs
+    python bench/gpu.py frequency [--only resnet18,gpt2] [--method NAME]   how often, what a step costs, how busy it is
     python bench/gpu.py recovery [--only gpt2]                             from SIGKILL to the first new step
     python bench/gpu.py exact [--only gpt2]                                kill -9, resume, compare bits
-    python bench/gpu.py utilisation [--only gpt2] [--method NAME]          how busy the device is with each method
     python bench/gpu.py paced                                              captures beside an all-reduce
     python bench/gpu.py scaling                                            what bytes and tensors cost
     python bench/gpu.py all                                                each of them, in at most 25 minutes
@@ -37,7 +36,7 @@ from gpu_models import CASES
 from gpu_paced import bench_paced, paced_report
 from gpu_recovery import MODELS, bench_recovery, recovery_report
 from gpu_scaling import STATES, bench_scaling, scaling_report
-from gpu_utilisation import bench_utilisation, draw_utilisation, utilisation_report
+from gpu_utilisation import draw_busy
 from gpu_ways import METHODS
 
 HERE = Path(__file__).parent
@@ -55,7 +54,6 @@ class Part:
     bench: Callable[[Plan, Path, argparse.Namespace], Iterator[tuple[str, Entry]]]
     report: Callable[[Report, dict[str, Entry]], None]
     has_methods: bool = False
-    others: tuple[str, ...] = ()  # models that it takes only if they are named
     draw: Callable[[dict[str, Entry], Path], None] | None = None
 
 
@@ -73,17 +71,12 @@ def _frequency(plan: Plan, scratch: Path, given: argparse.Namespace) -> Iterator
 
 
 PARTS = {
-    "frequency": Part(tuple(MODELS_S), _frequency, frequency_report, has_methods=True),
+    "frequency": Part(tuple(MODELS_S), _frequency, frequency_report, has_methods=True, draw=draw_busy),
     "scaling": Part(
         tuple(STATES), lambda plan, scratch, given: bench_scaling(list(plan), scratch, given.deadline), scaling_report
     ),
     "recovery": Part(
         MODELS, lambda plan, scratch, given: bench_recovery(list(plan), scratch, given.deadline), recovery_report
-    ),
-    "utilisation": Part(
-        ("gpt2",), lambda plan, scratch, given: bench_utilisation(plan, scratch, deadline=given.deadline),
-        utilisation_report, has_methods=True, others=tuple(name for name in CASES if name != "gpt2"),
-        draw=draw_utilisation,
     ),
     "paced": Part(
         ("gpt2",), lambda plan, scratch, given: bench_paced(list(plan), scratch, given.deadline), paced_report
@@ -95,8 +88,7 @@ PARTS = {
 def missing(name: str, given: argparse.Namespace) -> Plan:
     """What is to be measured: all that the part has of what was asked for, less what is there since a given date."""
     part = PARTS[name]
-    known = (*part.names, *part.others)
-    chosen = [model for model in known if model in given.only.split(",")] if given.only else list(part.names)
+    chosen = [model for model in part.names if model in given.only.split(",")] if given.only else list(part.names)
     methods = _methods(given) if part.has_methods else [""]
     old = earlier(given.out, name)
     plan = {m: [one for one in methods if not is_there(old.get(m, {}), given.since, one)] for m in chosen}
@@ -107,7 +99,7 @@ def run_part(name: str, given: argparse.Namespace) -> bool:
     """Whether no model failed. The report is saved whenever a model has more to say."""
     part, plan = PARTS[name], missing(name, given)
     if not plan and not given.since:
-        raise SystemExit(f"{name} has no model among {given.only}; it has {', '.join((*part.names, *part.others))}")
+        raise SystemExit(f"{name} has no model among {given.only}; it has {', '.join(part.names)}")
     if not plan:
         print(f"{name}: all of it was found well since {given.since}")
         return True
@@ -152,10 +144,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="+", choices=[*PARTS, "all"])
     parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}")
-    parser.add_argument(
-        "--method", default="", help="frequency, utilisation: how names of methods begin, with ; between"
-    )
-    parser.add_argument("--longest", type=float, default=4.0, help="frequency: seconds of training between two saves")
+    parser.add_argument("--method", default="", help="frequency: how names of methods begin, with ; between")
+    parser.add_argument("--longest", type=float, default=6.0, help="frequency: seconds of training between two saves")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no new measurement begins")
     parser.add_argument("--since", default="", help="a date as in the tables, or a day: what is there since then stays")
     parser.add_argument("--out", type=Path, default=None, help="where tables are, and where those of earlier calls lie")

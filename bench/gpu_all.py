@@ -44,7 +44,6 @@ UNITS = (
     Unit("frequency", MODELS_S["gpt2-xl"], ("gpt2-xl",)),
     Unit("frequency", 600.0, tuple(name for name in MODELS_S if name != "gpt2-xl")),
     Unit("recovery", 330.0),
-    Unit("utilisation", 180.0),
     Unit("exact", 60.0),
     Unit("paced", 90.0),
     Unit("scaling", 230.0),

@@ -1,4 +1,6 @@
-"""How often can be saved, and what every step costs: all methods on all models. The door is bench/gpu.py frequency.
+"""How often can be saved, what every step costs, how busy the device is: all methods on all models.
+
+The door is bench/gpu.py frequency.
 
 For each method the overhead at every step is measured first. If that is over 5 %, longer intervals are run, the first
 of them where the cost of one save says that it should be, until one is good and a fifth less is not; none is computed.
@@ -12,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,9 @@ import gpu_models
 import torch
 from common import MB, Report, Stat, Table, Target
 from gpu_merge import LEFT_OUT, each, one_line
-from gpu_methods import IN_MEMORY, RING_S, DenseLog, Everstep, Kept, Method, Replica, TopKLog
+from gpu_methods import IN_MEMORY, RING_S, DenseLog, Everstep, Kept, Method, Replica, TopKLog, timed_steps
 from gpu_models import CASES, let_go, link_bytes_s, make_case
+from gpu_utilisation import WATCHED, Sampler, busy_table, make_sampler, watched
 from gpu_ways import METHODS, SPARED, Overrun, Ways, limited, step_seconds, why_left_out
 from peers import raw_write
 
@@ -29,11 +33,11 @@ MOST = 0.05  # of the time, that a method may cost
 BLOCK_S, PLAIN_S, PAIRS = 0.4, 0.3, 3  # of blocks with and without
 PAIRED_S = 1.5  # a block that has to be longer than this is the only one
 RUNS = 6  # of one method on one model, at most
-CELL_S, LARGE_CELL_S = 7.0, 15.0  # of runs, after which a method gets no further one on a model,
+CELL_S, LARGE_CELL_S = 10.0, 20.0  # of runs, after which a method gets no further one on a model,
 LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
 # What was measured least comes first. Each has its time, and what it leaves of that is left to the others.
 MODELS_S = {
-    "gpt2-xl": 280.0, "bert": 150.0, "gpt2": 120.0, "resnet18": 75.0, "vgg16": 75.0, "inception": 75.0, "alexnet": 75.0
+    "gpt2-xl": 340.0, "bert": 150.0, "gpt2": 120.0, "resnet18": 75.0, "vgg16": 75.0, "inception": 75.0, "alexnet": 75.0
 }  # fmt: skip
 GRACE_S = 20.0  # that the last method of a model may take longer, before it is ended
 # Of a large model, as much as its time is enough for; who writes comes before who does not, since removing takes long.
@@ -86,6 +90,7 @@ class Cell:
     error: str = ""
     ended: bool = False  # by the limit on its time, before the shortest was known to a fifth
     took_s: float = 0.0
+    busy: dict[str, Any] | None = None  # the device, with every step kept, if somebody looked
 
     def best(self, *, durable: bool = False) -> Run | None:
         """The shortest interval that costs little enough, if one was found."""
@@ -123,8 +128,8 @@ def measure(way: Method, interval: int, step_s: float) -> Run:
     return run
 
 
-def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Cell:
-    """Overhead at every step, then the shortest interval that costs little enough."""
+def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float, sampler: Sampler | None) -> Cell:
+    """Overhead at every step, and what `sampler` sees then; then the shortest interval that costs little enough."""
     cell = Cell()
     too_short, good, interval = 0, 0, 1
     longest = max(2, int(longest_s / step_s))
@@ -137,6 +142,10 @@ def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Ce
         run = measure(way, interval, step_s)
         cell.runs.append(run)
         took_s = time.monotonic() - before - (made_s if way.goes_on(interval) else 0.0)
+        if sampler is not None and cell.busy is None:
+            looked = time.monotonic()
+            cell.busy = watched(way.case, way.block, Stat(run.kept_s).median, sampler)
+            began += time.monotonic() - looked
         cost = run.overhead(durable=False).median
         if cost <= MOST:
             good = interval
@@ -169,6 +178,8 @@ def bench_frequency(
     limits["disk_bytes_s"] = _disk_bytes_s(scratch, 2**30 if on_device else 2**26)
     print(f"link {limits['link_bytes_s'] / 1e9:.1f} GB/s, disk {limits['disk_bytes_s'] / 1e9:.2f} GB/s", flush=True)
 
+    sampler = make_sampler(scratch) if set(plan) & set(WATCHED) else None
+
     def one(name: str) -> Iterator[dict[str, Any]]:
         if time.monotonic() > deadline:
             raise TimeoutError("no time was left for it")
@@ -177,6 +188,9 @@ def bench_frequency(
         torch.backends.cudnn.benchmark = True
         step_s = step_seconds(case)
         entry: dict[str, Any] = {"title": case.title, "step_s": step_s, **limits, "cells": {}}
+        looks = sampler if name in WATCHED else None
+        if looks is not None:
+            entry["busy"] = watched(case, partial(timed_steps, case), step_s, looks)
         cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * longest_s)
         for method in ordered(name, plan[name]):
             began = time.monotonic()
@@ -192,17 +206,21 @@ def bench_frequency(
                 cell = Cell(error=reason)
             else:
                 with limited(end + GRACE_S - began):
-                    cell = _tried(Ways(case, METHODS[method], scratch), step_s, longest_s, cell_s)
+                    cell = _tried(Ways(case, METHODS[method], scratch), step_s, longest_s, cell_s, looks)
             cell.took_s = time.monotonic() - began
             entry["cells"][method] = asdict(cell)
             print(f"{case.title:34} {method:34} {cell.took_s:5.1f} s  {_line(cell)}", flush=True)
             yield entry
             let_go()
 
-    for name in plan:
-        yield from each(name, one)
-        let_go()
-    Ways.until_removed()
+    try:
+        for name in plan:
+            yield from each(name, one)
+            let_go()
+    finally:
+        if sampler is not None:
+            sampler.close()
+        Ways.until_removed()
 
 
 def ordered(name: str, methods: list[str]) -> list[str]:
@@ -211,9 +229,9 @@ def ordered(name: str, methods: list[str]) -> list[str]:
     return sorted(methods, key=lambda m: min((at for w, at in places.items() if m.startswith(w)), default=len(places)))
 
 
-def _tried(ways: Ways, step_s: float, longest_s: float, cell_s: float) -> Cell:
+def _tried(ways: Ways, step_s: float, longest_s: float, cell_s: float, sampler: Sampler | None) -> Cell:
     try:
-        return bench_cell(ways, step_s, longest_s, cell_s)
+        return bench_cell(ways, step_s, longest_s, cell_s, sampler)
     except Overrun:
         raise
     except Exception as error:
@@ -255,6 +273,8 @@ def frequency_report(report: Report, models: dict[str, Any]) -> None:
         _interval_table(measured, [m for m in methods if METHODS[m] not in (*IN_MEMORY, TopKLog)], durable=True),
         _every_step_table(measured, methods),
     ]
+    busy = busy_table(models)
+    report.tables += [busy] if busy is not None else []
     report.tables[0].rows.append(["LightCheck, published", *(str(LIGHTCHECK.get(name, "-")) for name in entries)])
     for entry, cells in measured:
         ours = {m: cell.best() for m, cell in cells.items() if issubclass(METHODS[m], Everstep) and not cell.error}

@@ -20,14 +20,17 @@ from gpu_merge import LEFT_OUT, each
 from gpu_methods import slots_for
 from gpu_models import let_go, link_bytes_s
 from gpu_ways import limited
-from scaling import GB, Point, captures, fit_targets, fits_table, missing
+from scaling import GB, Point, captures, fit_targets, fits_table, missing, torch_loads
 
 STATES = {
     **{f"{size:g} GB": (256, size) for size in (0.1, 0.3, 1.0, 3.0)},
     **{f"{count} tensors": (count, 1.0) for count in (64, 1024, 16384)},
-    **{f"{size:g} GB": (256, size) for size in (10.0, 20.0)},
+    "20 GB": (256, 20.0),
 }  # tensors, GB
 STAND_IN = 0.01  # of the bytes, without a device
+# Of a kernel. A queue has room for a thousand launches: whoever launches more waits in the driver, and nobody else can
+# launch a copy beside it. Products instead of it differed by 20 ms in 600 among themselves.
+SPIN, BETWEEN = 2_500_000, "kernels that only take time"  # cycles
 RAW_BYTES = 4 * 10**9  # that the plainest program writes and reads at most
 FIRST_BASE_S = 90.0
 GRACE_S = 40.0  # that the last state may take longer than there is time
@@ -39,18 +42,15 @@ class Training:
     def __init__(self, saver: peers.Everstep, seconds: float) -> None:
         self._saver, self._seconds = saver, seconds
         if gpu_models.DEVICE == "cuda":
-            # Few and long ones: a queue has room for some thousand launches, and whoever launches more waits in the
-            # driver, beside which nobody else can launch a copy.
-            self._factor = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
             self._count = 16
             self._count = max(1, round(16 * seconds / Stat([self._step() for _ in range(3)]).median))
-            self._plain_s = Stat([self._step() for _ in range(3)]).median
+            self._plain_s = self._step()
 
     def _step(self) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(self._count):
-            torch.mm(self._factor, self._factor)
+            torch.cuda._sleep(SPIN)
         self._saver.step()
         end.record()
         end.synchronize()
@@ -62,7 +62,7 @@ class Training:
             return self._saver.step()
         kept_s = self._step()
         self._saver.run.wait("sealed")
-        before_s, self._plain_s = self._plain_s, self._step()  # clocks and powers change: neighbours are compared
+        before_s, self._plain_s = self._plain_s, self._step()  # clocks change: neighbours are compared
         return kept_s - (before_s + self._plain_s) / 2
 
 
@@ -85,6 +85,7 @@ def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
         times = captures(saver, scratch, training.gate, gpu_models.sync)
         times |= _disk(saver, scratch, 2 if size <= GB else 1)
         times["recall_s"] = _recalls(saver, scratch)
+        times["load_s"] = torch_loads(subject, scratch, 2) if size <= GB else []
         return vars(Point(tensors=tensors, bytes=size, **times))
     finally:
         if saver.run.give_up():
@@ -159,7 +160,7 @@ def bench_scaling(names: list[str], scratch: Path, deadline: float) -> Iterator[
         why = missing(size, scratch, slots=slots, memory_times=slots + 1.2, disk_times=2.1 + min(1, RAW_BYTES / size))
         folder = scratch / name.replace(" ", "-")
         folder.mkdir()
-        entry = {"title": name if on_device else f"stand-in for {name}", "link": link, "whole": True}
+        entry = {"title": name if on_device else f"stand-in for {name}", "link": link, "between": BETWEEN, "whole": True}
         if why:
             entry["left_out"] = LEFT_OUT + why
         else:
@@ -190,18 +191,21 @@ def _line(entry: dict[str, Any]) -> str:
 
 def scaling_report(report: Report, models: dict[str, Any]) -> None:
     entries = [models[name] for name in STATES if "title" in models.get(name, {})]
+    between = ", or ".join(sorted({entry.get("between", "matrix products") for entry in entries}))
     table = Table(
         "What bytes and tensors cost on a device",
         ["state", "tensors", "GB", "blocked a capture, ms", "of it the cut, ms", "cut, ms of a processor",
          "copied and sealed, GB/s", "of the link", "write GB/s", "of raw", "from memory GB/s", "of the link",
-         "from disk GB/s", "of raw"],
+         "from disk GB/s", "of raw", "by torch.load GB/s"],
         note="Medians, with the lowest and highest. Parameters of an SGD without momentum. Blocked: run.done(), and by "
-        "how much longer matrix products and the update after them took on the device than their neighbours without "
-        "captures, with 30 ms and a second for 35 GB of them. Sealed: from the cut on, with nothing else to do. Write: "
+        f"how much longer {between} and the update after them took on the device than their "
+        "neighbours without captures, with 30 ms and a second for 35 GB of them; what copies cost kernels that compute "
+        "is in gpu-frequency.md. Sealed: from the cut on, with nothing else to do. Write: "
         "from wait() on a sealed step until it is committed; raw: O_DIRECT, four threads, fsync. From memory and from "
         "disk: into the parameters on the device, what is read is checked; raw: O_DIRECT, four threads, into fresh "
         "memory of the host. Raw of 4 GB at most, before and after ours. "
-        "States of 10 GB and more have Memory(slots=2), and one turn on the disk.",
+        "torch.load: a file of the same state, unchecked. Of 3 GB and more one turn on the disk; 20 GB have "
+        "Memory(slots=2).",
     )  # fmt: skip
     for entry in entries:
         if "point" not in entry:
@@ -229,6 +233,7 @@ def _row(entry: dict[str, Any], point: Point) -> list[str]:
         point.speed("write").text(), f"{point.share('write').text(100)} %",
         point.speed("recall_s").text(), of_link("recall_s", "back") if has_link and point.recall_s else "-",
         point.speed("restore_s").text(), f"{point.share('read').text(100)} %",
+        point.speed("load_s").text() if point.load_s else "-",
     ]  # fmt: skip
 
 

@@ -1,7 +1,6 @@
-"""How busy the device is while every step is kept, with each method. The door is bench/gpu.py utilisation.
+"""How busy the device is while every step is kept: looked at in bench/gpu.py frequency, beside what it costs.
 
-Some seconds a method in at least three blocks, put together to one line; then as many blocks without it, for the
-overhead.
+Some seconds of a method that is there already, in blocks that are put together to one line.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import os
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,42 +18,23 @@ from typing import Any
 
 import gpu_models
 import torch
-from common import Report, Stat, Table
-from gpu_merge import each, one_line
-from gpu_methods import Kept, Method, timed_steps
-from gpu_models import CASES, Case, let_go, make_case
+from common import Table
+from gpu_models import CASES, Case
 from gpu_svg import Row, write_rows
-from gpu_ways import METHODS, Ways, step_seconds
+from gpu_ways import METHODS
 
 PLAIN = "nothing kept"
-BLOCKS, MOST_BLOCKS, BLOCK_S, PLAIN_S = 3, 9, 0.9, 0.4
+WATCHED = ("gpt2",)  # models; the others are left alone for want of time
+BLOCK_S, WATCHED_S, MOST_BLOCKS = 0.9, 2.6, 9
 OFTEN_S = 0.25  # samples that come less often are not finer than what is asked for
 
 
-class Plain(Method):
-    """Nobody keeps anything."""
-
-    name = PLAIN
-
-    def block(self, steps: int) -> float:
-        self.found.steps += steps
-        return timed_steps(self.case, steps)
-
-    def result(self) -> Kept:
-        return self.found
-
-
 @dataclass
-class Line:
-    """What was seen with one method."""
+class Busy:
+    """What was seen of one method."""
 
     values: list[tuple[float, float]] = field(default_factory=list)  # seconds of its blocks, per cent
     source: str = ""
-    kept_s: list[float] = field(default_factory=list)  # a step
-    plain_s: list[float] = field(default_factory=list)
-    kept: int = 0
-    steps: int = 0
-    error: str = ""
 
     @property
     def mean(self) -> float:
@@ -71,6 +50,28 @@ class Line:
             if begin + 1.0 <= last
         ]
         return min((mean(window) for window in windows), default=self.mean)
+
+
+def watched(case: Case, block: Callable[[int], float], step_s: float, sampler: Sampler) -> dict[str, Any] | None:
+    """What was seen; None, and why is printed, if nobody could look. `step_s`: of such a block, about."""
+    steps, spans = max(1, round(BLOCK_S / step_s)), list[tuple[float, float]]()
+    while len(spans) < MOST_BLOCKS and sum(end - begin for begin, end in spans) < WATCHED_S:
+        block(steps)
+        spans.append(case.timed)
+    try:
+        return asdict(Busy(*sampler.values(spans)))
+    except RuntimeError as error:
+        print(f"{case.title}: {error}", flush=True)
+        return None
+
+
+def make_sampler(folder: Path) -> Sampler | None:
+    """None, and why is printed, where nobody can be asked."""
+    try:
+        return Sampler(folder)
+    except RuntimeError as error:
+        print(f"how busy the device is will not be known: {error}", flush=True)
+        return None
 
 
 class Sampler:
@@ -127,100 +128,43 @@ def _gap_s(values: list[tuple[float, float]]) -> float:
     return median(gaps) if gaps else float("inf")
 
 
-def bench_utilisation(
-    plan: dict[str, list[str]], scratch: Path, *, deadline: float
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each model's entry as it grows by one method after another; first comes the one that keeps nothing."""
-
-    def one(name: str) -> Iterator[dict[str, Any]]:
-        case = make_case(name)
-        torch.backends.cudnn.benchmark = True
-        step_s = step_seconds(case)
-        entry: dict[str, Any] = {"title": case.title, "cells": {}}
-        for method in (Plain, *(METHODS[method] for method in plan[name])):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no time was left for {method.name} and what comes after it")
-            began = time.monotonic()
-            line = _tried(case, method, step_s, scratch, sampler)
-            entry["cells"][method.name] = asdict(line)
-            said = line.error or f"{line.mean:.1f} %, {Stat(line.kept_s).text(1e3)} ms/step, {line.source}"
-            print(f"{case.title:34} {method.name:34} {time.monotonic() - began:5.1f} s  {said}", flush=True)
-            yield entry
-            let_go()
-
-    sampler = Sampler(scratch)
-    try:
-        for name in plan:
-            yield from each(name, one)
-    finally:
-        sampler.close()
-        Ways.until_removed()
-
-
-def _tried(case: Case, method: type[Method], step_s: float, scratch: Path, sampler: Sampler) -> Line:
-    ways = Ways(case, method, scratch)
-    try:
-        way, line, spans = ways.at(1), Line(), []
-        steps = max(1, round(BLOCK_S / max(step_s, way.block(1 if way.saves_when_told else 4))))
-        while len(spans) < BLOCKS or (len(spans) < MOST_BLOCKS and sum(b - a for a, b in spans) < BLOCKS * BLOCK_S):
-            line.kept_s.append(way.block(steps))
-            spans.append(case.timed)
-        line.values, line.source = sampler.values(spans)
-        for _ in spans:
-            line.plain_s.append(way.plain(max(3, round(PLAIN_S / step_s))))
-        found = way.result()
-        line.kept, line.steps = found.kept, found.steps
-    except Exception as error:
-        traceback.print_exc()
-        return Line(error=one_line(error))
-    finally:
-        ways.close()
-    return line
-
-
 # -- what is said about it
 
 
-def utilisation_report(report: Report, models: dict[str, Any]) -> None:
-    for name, lines in _lines(models).items():
-        sources = sorted({line.source for line in lines.values() if line.source})
-        table = Table(
-            f"How busy the device is: {models[name]['title']}",
-            ["method", "mean %", "lowest second %", "ms/step", "overhead %", "kept", "remarks"],
-            note="Every step is kept, or a save begins with every step as soon as the one before is done. Busy: a "
-            f"kernel runs; copies to the host do not count ({'; '.join(sources)}). At least "
-            f"{BLOCKS} blocks of {BLOCK_S} s or a step; overhead: against blocks of the same process without the "
-            "method, after them. kept: of all steps of the blocks. The picture: gpu-utilisation.svg.",
-        )
-        for method, line in lines.items():
-            if line.error:
-                table.rows.append([method, *["-"] * 5, line.error])
-                continue
-            over = Stat([on / off - 1 for on, off in zip(line.kept_s, line.plain_s, strict=True)])
-            kept = "-" if method == PLAIN else f"{line.kept} of {line.steps}"
-            table.rows.append([
-                method, f"{line.mean:.1f}", f"{line.lowest_second:.1f}", Stat(line.kept_s).text(1e3),
-                "-" if method == PLAIN else over.text(100, 2), kept, "",
-            ])  # fmt: skip
-        report.tables.append(table)
+def busy_table(models: dict[str, Any]) -> Table | None:
+    """None if nobody looked."""
+    found = _found(models)
+    sources = sorted({busy.source for lines in found.values() for busy in lines.values()})
+    table = Table(
+        "How busy the device is while every step is kept",
+        ["model", "method", "mean %", "lowest second %"],
+        note="Or a save begins with every step as soon as the one before is done. Busy: a kernel runs; copies to the "
+        f"host do not count ({'; '.join(sources)}). Some blocks of {BLOCK_S} s or a step, {WATCHED_S} s in all. The "
+        "picture: gpu-frequency.svg.",
+    )
+    for name, lines in found.items():
+        for method, busy in lines.items():
+            table.rows.append([models[name]["title"], method, f"{busy.mean:.1f}", f"{busy.lowest_second:.1f}"])
+    return table if table.rows else None
 
 
-def draw_utilisation(models: dict[str, Any], path: Path) -> None:
-    parts = {}
-    for name, lines in _lines(models).items():
-        parts[models[name]["title"]] = [
-            Row(method, line.values, f"{line.mean:.1f} %", f"lowest second {line.lowest_second:.1f} %")
-            if not line.error
-            else Row(method, [], "-", "failed")
-            for method, line in lines.items()
+def draw_busy(models: dict[str, Any], path: Path) -> None:
+    parts = {
+        models[name]["title"]: [
+            Row(method, busy.values, f"{busy.mean:.1f} %", f"lowest second {busy.lowest_second:.1f} %")
+            for method, busy in lines.items()
         ]
-    write_rows(path, "How busy the device is while every step is kept", parts)
-
-
-def _lines(models: dict[str, Any]) -> dict[str, dict[str, Line]]:
-    """Of each model, in the order of the methods."""
-    return {
-        name: {m: Line(**entry["cells"][m]) for m in (PLAIN, *METHODS) if m in entry["cells"]}
-        for name in CASES
-        if "cells" in (entry := models.get(name, {}))
+        for name, lines in _found(models).items()
     }
+    if parts:
+        write_rows(path, "How busy the device is while every step is kept", parts)
+
+
+def _found(models: dict[str, Any]) -> dict[str, dict[str, Busy]]:
+    """Of each model that was watched, in the order of the methods."""
+    found = {}
+    for name in (name for name in CASES if models.get(name, {}).get("busy")):
+        cells = {method: models[name]["cells"].get(method, {}).get("busy") for method in METHODS}
+        lines = {PLAIN: models[name]["busy"], **cells}
+        found[name] = {method: Busy(**busy) for method, busy in lines.items() if busy}
+    return found

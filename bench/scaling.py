@@ -59,6 +59,7 @@ class Point:
     read: list[float]
     raw_read: list[float]
     recall_s: list[float] = field(default_factory=list)  # from memory into the model; of a device only
+    load_s: list[float] = field(default_factory=list)  # the same state from a file by torch.load, nothing checked
 
     @property
     def blocked_s(self) -> list[float]:
@@ -107,7 +108,25 @@ def measure(tensors: int, size: int, scratch: Path) -> Point:
             saver.restore(scratch)
         times["restore_s"].append(whole.seconds)
     saver.close()
-    return Point(tensors=tensors, **times, **raw)
+    return Point(tensors=tensors, load_s=torch_loads(subject, scratch, turns), **times, **raw)
+
+
+def torch_loads(subject: Any, scratch: Path, turns: int) -> list[float]:
+    """From the disk into the model."""
+    import peers
+
+    folder, seconds = scratch / "torch", []
+    folder.mkdir()
+    other = peers.TorchSave(subject, folder)
+    other.save(folder)
+    other.durable(folder)
+    for _ in range(turns):
+        peers.drop_cache(other.files(folder))
+        with timed() as whole:
+            other.restore(folder)
+        seconds.append(whole.seconds)
+    peers.empty(folder)
+    return seconds
 
 
 def captures(
@@ -246,19 +265,21 @@ def _tensors_table(points: list[Point]) -> Table:
     table = Table(
         f"Tensors: {points[0].bytes / MB:.0f} MB in so many of them",
         ["tensors", "blocked a capture, ms", "of it the cut, ms", "cut, ms of a processor",
-         "copier looks, ms of a processor", "at a time, ms", "seal, ms", "write GB/s", "of raw", "restore s"],
+         "copier looks, ms of a processor", "at a time, ms", "seal, ms", "write GB/s", "of raw", "restore s",
+         "torch.load s"],
         note="Medians, with the lowest and highest. Blocked: run.done(), and what the next optimizer step then waits "
         "for the copy, with compute on all cores between the two. Parameters of an SGD without momentum: a tensor "
         "each. Before it copies, the copier thread looks whether every tensor is still where it was; a loop that "
         "needs the interpreter then waits until the copier lets go of it, which it does between parts. Seal: from "
         "the cut on, with nothing else to do. Write: from wait() on a sealed step until it is committed; raw: "
-        "O_DIRECT, four threads, fsync, in turns. Restore: from the disk into the model, every byte checked.",
+        "O_DIRECT, four threads, fsync, in turns. Restore: from the disk into the model, every byte checked; "
+        "torch.load: the same state, unchecked.",
     )  # fmt: skip
     for point in points:
         table.rows.append([
             f"{point.tensors:,}", *_blocked_cells(point), Stat(point.looks_s).text(1e3), Stat(point.held_s).text(1e3),
             Stat(point.seal_s).text(1e3), point.speed("write").text(), f"{point.share('write').text(100)} %",
-            Stat(point.restore_s).text(),
+            Stat(point.restore_s).text(), Stat(point.load_s).text() if point.load_s else "-",
         ])  # fmt: skip
     return table
 

@@ -147,7 +147,7 @@ def test_all_says_of_each_part_whether_it_is_there_and_passes_over_those_without
     given = asked(tmp_path, since="2026-11-18", only="gpt2")
     given.part, given.deadline = ["all"], time.monotonic() + 1000
     assert gpu_all.bench_all(list(gpu.PARTS), given, gpu.missing)
-    assert begun == ["frequency", "recovery", "utilisation", "paced"]
+    assert begun == ["frequency", "recovery", "paced"]
     said = json.loads((tmp_path / "gpu-all.json").read_text())["tables"][0]["rows"]
     assert {row[0]: row[3] for row in said} == {**dict.fromkeys(begun, gpu_all.WELL), "exact": gpu_all.THERE}
 
