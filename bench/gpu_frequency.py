@@ -142,7 +142,7 @@ def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float, sampl
         run = measure(way, interval, step_s)
         cell.runs.append(run)
         took_s = time.monotonic() - before - (made_s if way.goes_on(interval) else 0.0)
-        if sampler is not None and cell.busy is None:
+        if sampler is not None and interval == 1:
             looked = time.monotonic()
             cell.busy = watched(way.case, way.block, Stat(run.kept_s).median, sampler)
             began += time.monotonic() - looked
@@ -190,7 +190,8 @@ def bench_frequency(
         entry: dict[str, Any] = {"title": case.title, "step_s": step_s, **limits, "cells": {}}
         looks = sampler if name in WATCHED else None
         if looks is not None:
-            entry["busy"] = watched(case, partial(timed_steps, case), step_s, looks)
+            busy = watched(case, partial(timed_steps, case), step_s, looks)
+            entry |= {"busy": busy} if busy is not None else {}
         cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * longest_s)
         for method in ordered(name, plan[name]):
             began = time.monotonic()

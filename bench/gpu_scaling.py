@@ -30,7 +30,8 @@ STATES = {
 STAND_IN = 0.01  # of the bytes, without a device
 # Of a kernel. A queue has room for a thousand launches: whoever launches more waits in the driver, and nobody else can
 # launch a copy beside it. Products instead of it differed by 20 ms in 600 among themselves.
-SPIN, BETWEEN = 2_500_000, "kernels that only take time"  # cycles
+SPIN_CYCLES = 2_500_000
+BETWEEN = "kernels that only take time"
 RAW_BYTES = 4 * 10**9  # that the plainest program writes and reads at most
 FIRST_BASE_S = 90.0
 GRACE_S = 40.0  # that the last state may take longer than there is time
@@ -50,7 +51,7 @@ class Training:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(self._count):
-            torch.cuda._sleep(SPIN)
+            torch.cuda._sleep(SPIN_CYCLES)
         self._saver.step()
         end.record()
         end.synchronize()
@@ -85,7 +86,7 @@ def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
         times = captures(saver, scratch, training.gate, gpu_models.sync)
         times |= _disk(saver, scratch, 2 if size <= GB else 1)
         times["recall_s"] = _recalls(saver, scratch)
-        times["load_s"] = torch_loads(subject, scratch, 2) if size <= GB else []
+        times["load_s"] = torch_loads(subject, scratch, 2, gpu_models.sync) if size <= GB else []
         return vars(Point(tensors=tensors, bytes=size, **times))
     finally:
         if saver.run.give_up():
@@ -160,7 +161,8 @@ def bench_scaling(names: list[str], scratch: Path, deadline: float) -> Iterator[
         why = missing(size, scratch, slots=slots, memory_times=slots + 1.2, disk_times=2.1 + min(1, RAW_BYTES / size))
         folder = scratch / name.replace(" ", "-")
         folder.mkdir()
-        entry = {"title": name if on_device else f"stand-in for {name}", "link": link, "between": BETWEEN, "whole": True}
+        title = name if on_device else f"stand-in for {name}"
+        entry = {"title": title, "link": link, "between": BETWEEN, "whole": True}
         if why:
             entry["left_out"] = LEFT_OUT + why
         else:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -19,9 +19,10 @@ from typing import Any
 import gpu_models
 import torch
 from common import Table
+from gpu_merge import one_line
 from gpu_models import CASES, Case
 from gpu_svg import Row, write_rows
-from gpu_ways import METHODS
+from gpu_ways import METHODS, Overrun
 
 PLAIN = "nothing kept"
 WATCHED = ("gpt2",)  # models; the others are left alone for want of time
@@ -33,8 +34,8 @@ OFTEN_S = 0.25  # samples that come less often are not finer than what is asked 
 class Busy:
     """What was seen of one method."""
 
-    values: list[tuple[float, float]] = field(default_factory=list)  # seconds of its blocks, per cent
-    source: str = ""
+    values: list[tuple[float, float]]  # seconds of its blocks, per cent
+    source: str
 
     @property
     def mean(self) -> float:
@@ -55,13 +56,15 @@ class Busy:
 def watched(case: Case, block: Callable[[int], float], step_s: float, sampler: Sampler) -> dict[str, Any] | None:
     """What was seen; None, and why is printed, if nobody could look. `step_s`: of such a block, about."""
     steps, spans = max(1, round(BLOCK_S / step_s)), list[tuple[float, float]]()
-    while len(spans) < MOST_BLOCKS and sum(end - begin for begin, end in spans) < WATCHED_S:
-        block(steps)
-        spans.append(case.timed)
     try:
+        while len(spans) < MOST_BLOCKS and sum(end - begin for begin, end in spans) < WATCHED_S:
+            block(steps)
+            spans.append(case.timed)
         return asdict(Busy(*sampler.values(spans)))
-    except RuntimeError as error:
-        print(f"{case.title}: {error}", flush=True)
+    except Overrun:
+        raise
+    except Exception as error:  # what was measured before is not to be lost by it
+        print(f"{case.title}: not seen how busy: {one_line(error)}", flush=True)
         return None
 
 

@@ -111,7 +111,7 @@ def measure(tensors: int, size: int, scratch: Path) -> Point:
     return Point(tensors=tensors, load_s=torch_loads(subject, scratch, turns), **times, **raw)
 
 
-def torch_loads(subject: Any, scratch: Path, turns: int) -> list[float]:
+def torch_loads(subject: Any, scratch: Path, turns: int, settle: Callable[[], None] = lambda: None) -> list[float]:
     """From the disk into the model."""
     import peers
 
@@ -124,6 +124,7 @@ def torch_loads(subject: Any, scratch: Path, turns: int) -> list[float]:
         peers.drop_cache(other.files(folder))
         with timed() as whole:
             other.restore(folder)
+            settle()
         seconds.append(whole.seconds)
     peers.empty(folder)
     return seconds

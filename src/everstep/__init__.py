@@ -10,7 +10,7 @@ tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
 capture/        which part of a tensor is whose         sharded watch layout buckets
 capture/        memory that outlives the trainer        host taken arena reserve
-capture/        off the device, without stopping it     pinned life copier hooks gathering shape snapshot extras
+capture/        off the device, without stopping it     pinned life copier hooks shape snapshot extras
 capture/        where the data stands                   stream position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update stepped purity sheet form tap room

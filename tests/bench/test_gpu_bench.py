@@ -67,3 +67,60 @@ def test_the_tables_that_are_committed_are_those_of_their_numbers(
         (tmp_path / f"gpu-{name}.json").write_bytes(path.with_suffix(".json").read_bytes())
         gpu.write_again(name, tmp_path)
         assert (tmp_path / path.name).read_text() == path.read_text(), f"python bench/gpu.py {name} --tables"
+
+
+class Said:
+    """A sampler that says one thing of every span, or fails."""
+
+    def __init__(self, percent: float | None) -> None:
+        self._percent = percent
+
+    def values(self, spans: list[tuple[float, float]]) -> tuple[list[tuple[float, float]], str]:
+        if self._percent is None:
+            raise RuntimeError("the sampler has ended")
+        return [(begin, self._percent) for begin, _ in spans], "samples"
+
+
+def test_how_busy_a_device_is_stands_in_a_table_of_its_own_and_in_the_picture(frequency: Any, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    import gpu_utilisation
+
+    case, clock = SimpleNamespace(title="a model", timed=(0.0, 0.0)), 0.0
+
+    def block(steps: int) -> float:
+        nonlocal clock
+        case.timed = (clock, clock + 1.0)
+        clock += 1.0
+        return 1.0 / steps
+
+    busy = [gpu_utilisation.watched(case, block, 0.1, Said(percent)) for percent in (99.0, 40.0, None)]
+    assert clock == 9.0 and busy[2] is None  # three seconds each
+    cells = {"Everstep, host": {"busy": busy[1]}, "Everstep, disk": {"busy": busy[2]}, "torch.save": {}}
+    models = {"gpt2": {"title": "a model", "busy": busy[0], "cells": cells}, "bert": {"title": "another", "cells": {}}}
+    table = gpu_utilisation.busy_table(models)
+    assert table is not None
+    assert table.rows == [
+        ["a model", "nothing kept", "99.0", "99.0"],
+        ["a model", "Everstep, host", "40.0", "40.0"],
+    ]
+    gpu_utilisation.draw_busy(models, tmp_path / "busy.svg")
+    assert "Everstep, host" in (tmp_path / "busy.svg").read_text()
+    assert gpu_utilisation.busy_table({"bert": {"title": "another", "cells": {}}}) is None
+
+
+def test_a_block_that_fails_while_somebody_looks_loses_nothing_but_the_look(frequency: Any) -> None:
+    from types import SimpleNamespace
+
+    import gpu_utilisation
+    from gpu_ways import Overrun
+
+    def fails(steps: int) -> float:
+        raise OSError("no room")
+
+    def is_late(steps: int) -> float:
+        raise Overrun("the time of the model was over")
+
+    assert gpu_utilisation.watched(SimpleNamespace(title="a model"), fails, 0.1, Said(1.0)) is None
+    with pytest.raises(Overrun):
+        gpu_utilisation.watched(SimpleNamespace(title="a model"), is_late, 0.1, Said(1.0))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from everstep.capture.arena import Arena
 from everstep.capture.buckets import PASSING_BYTES, Bucket, buckets
-from everstep.capture.gathering import Gathering
 from everstep.capture.layout import (
     TORCH_DTYPES,
     Entry,
@@ -108,7 +107,7 @@ class Shape:
     shares: list[Share]
     buckets: list[Bucket]
     sources: list[list[Tensor]]
-    gathered: dict[int, Gathering]  # by bucket
+    gathered: dict[int, list[Tensor]]  # bucket -> where its pieces are gathered
     gates: dict[int, list[int]]  # optimizer -> the last bucket of each device that it must wait for
     in_cut: list[Share]  # pieces that are copied in the cut,
     shadows: list[Tensor]  # and where to
@@ -129,7 +128,6 @@ class Shape:
         self.in_cut = [Share(fresh[s.entry.name], s.first, s.rows) for s in self.in_cut]
         self.cut_groups = group_alike(self.shadows, self.in_cut)
         self.sources = [[s.source(fresh[s.entry.name].tensor) for s in bucket.shares] for bucket in self.buckets]
-        self.gathered = {i: Gathering(one.targets, self.sources[i]) for i, one in self.gathered.items()}
         self.listing = listing  # last: whoever finds it unchanged in another thread takes the shares with it
         return True
 
@@ -173,7 +171,6 @@ def make_shape(
     groups = buckets(gathered_shares, order, count) + buckets(straight_shares, order, count)
     in_cut = [s for s in shares if s.entry.at_cut]
     shadows = [place_in(runs, s, places, base) if is_gathered(s) else torch.empty_like(s.source()) for s in in_cut]
-    sources = [[s.source() for s in bucket.shares] for bucket in groups]
     arena = arena_for(layout)
     flats = [torch.frombuffer(slot, dtype=torch.uint8) for slot in arena.slots]
     return Shape(
@@ -181,9 +178,9 @@ def make_shape(
         listing=listing,
         shares=shares,
         buckets=groups,
-        sources=sources,
+        sources=[[s.source() for s in bucket.shares] for bucket in groups],
         gathered={
-            i: Gathering([place_in(runs, s, places, base) for s in bucket.shares], sources[i])
+            i: [place_in(runs, s, places, base) for s in bucket.shares]
             for i, bucket in enumerate(groups)
             if is_gathered(bucket.shares[0])
         },

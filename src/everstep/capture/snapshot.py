@@ -151,7 +151,6 @@ class Capture:
             torch._foreach_copy_(shadows, sources)
         for device, lane in shape.lanes.items():
             lane.cut.record(torch.cuda.current_stream(device))
-        self._record_gathering(shape)
         cut_time = time.time()
         shape.arena.set_live(step, cut_time)
         self._watch_versions(shape)
@@ -161,12 +160,6 @@ class Capture:
         if self._fence_in_cut:
             self._copier.wait()
         self.stall_s += time.perf_counter() - begin
-
-    def _record_gathering(self, shape: Shape) -> None:
-        for bucket, gathering in shape.gathered.items():
-            refused = gathering.record(shape.lanes[shape.sources[bucket][0].device].stream)
-            if refused:
-                self._life.emit(Degraded(what="small tensors are copied by many launches", reason=refused))
 
     def _await_base(self) -> None:
         """Until the base before is sealed or skipped; records may be on their way."""
@@ -384,12 +377,11 @@ class Capture:
         with on_side(shape.lanes):
             for index, sources in enumerate(shape.sources):
                 lane, event = shape.lanes.get(sources[0].device), shape.events[index]
-                if index in shape.gathered:
-                    shape.gathered[index].launch()
-                elif lane is not None:
+                gathered = shape.gathered.get(index)
+                if lane is not None and gathered is None:
                     lane.copy(views.buckets[index], sources)
                 else:
-                    torch._foreach_copy_(views.buckets[index], sources)
+                    torch._foreach_copy_(gathered or views.buckets[index], sources)
                 if lane is not None and event is not None:
                     event.record(lane.stream)
                 self._advance(index + 1)
