@@ -48,7 +48,14 @@ def test_a_keeper_killed_in_the_middle_of_its_work_is_replaced_and_protection_go
 ) -> None:
     nodes, marker = cluster(1, 1, 1, tiers=SCHEMES[scheme]), tmp_path / "died"
     prepare = keeper_with(dies_before(operation, marker, after=1), nodes.nodes[1])
-    nodes.live(die_at(AT, level="protected"), prepare=prepare)
+    dies = die_at(AT, level="protected")
+
+    def when(run: Any, rank: int) -> None:
+        if run.step == 2:
+            run.wait("protected")  # so that the work of step 5 is not the first, however slow the keepers begin
+        dies(run, rank)
+
+    nodes.live(when, prepare=prepare)
     assert marker.exists(), f"nobody was killed while {doing}"
     assert keepers_started(nodes, nodes.nodes[1]) == 2
     nodes.lose(nodes.nodes[2])
