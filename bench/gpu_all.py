@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import secrets
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import Report, Table, machine
+from common import Report, Table, Target, machine
 from gpu_frequency import GRACE_S, MODELS_S
 from gpu_methods import SHM, UNIT
 from peers import until_freed
@@ -74,9 +75,20 @@ def bench_all(
             outcome = _ended(unit.part, min(unit.limit_s, left_s), ours)
         table.rows.append([unit.part, ", ".join(models) or "-", f"{time.monotonic() - began:.0f}", outcome])
         print(f"-- {' '.join(table.rows[-1])}; {given.deadline - time.monotonic():.0f} s are left", flush=True)
+        report.targets = _targets(parts, given.out)
         report.save(given.out, "gpu-all")
     print(report.markdown(), flush=True)
     return all(row[3] in (WELL, THERE) for row in table.rows)
+
+
+def _targets(parts: list[str], out: Path) -> list[Target]:
+    """What was wanted of every part, in one place."""
+    found = []
+    for part in parts:
+        path = out / f"gpu-{part}.json"
+        targets = json.loads(path.read_text())["targets"] if path.exists() else []
+        found += [Target(**{**one, "what": f"{part}: {one['what']}"}) for one in targets]
+    return found
 
 
 def _ended(part: str, limit_s: float, given: argparse.Namespace) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import everstep
 from everstep.capture.host import arena_root
 from everstep.keeper.client import keeper_pid
-from everstep.recover.assemble import apply, view
+from everstep.recover.assemble import restore, view
 from everstep.recover.needs import Needs
 from everstep.recover.survey import Sources
 from everstep.store.places import Places
@@ -239,7 +239,7 @@ class Everstep(Saver):
 
     def restore(self, where: Path, source: str = "disk") -> None:
         images = {0: self.fetch(source)}
-        apply(view(images, self.run.step, Needs(None, 0, 1)), self.run._state.subjects)
+        restore(view(images, self.run.step, Needs(None, 0, 1)), self.run._state.subjects, strict=True)
 
     def fetch(self, source: str = "disk") -> Any:
         """The newest checkpoint from the disk, every byte checked; or from memory."""

@@ -195,14 +195,14 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         )  # fmt: skip
     if place != data_bytes:
         raise bad(f"its tensors fill {place} of {data_bytes} bytes")
-    extras = [p for p in pieces if p.name == EXTRAS]
-    if len(extras) != 1 or extras[0].length < 8:
-        raise bad("it has no extras")
+    extras = pieces.pop() if pieces else None
+    if extras is None or extras.name != EXTRAS or extras.length < 8:
+        raise bad("it does not end with its extras")
     layout = ImageLayout(
         header=bytes(data[: 8 + size]),
-        pieces=tuple(p for p in pieces if p.name != EXTRAS),
-        extras_offset=8 + size + extras[0].offset,
-        extras_bytes=extras[0].length,
+        pieces=tuple(pieces),
+        extras_offset=8 + size + extras.offset,
+        extras_bytes=extras.length,
         total_bytes=total_bytes,
     )
     return layout, meta.info

@@ -405,6 +405,7 @@ IMAGES: dict[str, bytes] = {
     "no metadata": image_with(dict(EXTRAS), 8),
     "another program's": image_with({"__metadata__": {"format": "pt"}, "w": tensor("F32", [1], 0, 4)}, 4),
     "no extras": image_with({"__metadata__": meta(), "w": tensor("F32", [1], 0, 4)}, 4),
+    "extras in front": image_with({"__metadata__": meta(), **EXTRAS, "w": tensor("U8", [4], 8, 12)}, 12),
     "short extras": image_with({"__metadata__": meta(), "everstep.extras": tensor("U8", [4], 0, 4)}, 4),
     "a hole": image_with({"__metadata__": meta(), "everstep.extras": tensor("U8", [8], 4, 12)}, 12),
     "bytes behind the end": image_with({"__metadata__": meta(), **EXTRAS}, 9),

@@ -26,8 +26,9 @@ def asked(out: Path, since: str = "", only: str = "", method: str = "") -> argpa
     return argparse.Namespace(out=out, since=since, only=only, method=method)
 
 
-def found(out: Path, part: str, models: dict[str, Any]) -> None:
-    (out / f"gpu-{part}.json").write_text(json.dumps({"data": {"models": models}}))
+def found(out: Path, part: str, models: dict[str, Any], targets: list[dict[str, Any]] | None = None) -> None:
+    told = {"data": {"models": models}, "targets": targets or []}
+    (out / f"gpu-{part}.json").write_text(json.dumps(told))
 
 
 def cells(date: str, *methods: str, error: str = "") -> dict[str, Any]:
@@ -143,13 +144,20 @@ def test_all_says_of_each_part_whether_it_is_there_and_passes_over_those_without
     begun: list[str] = []
     monkeypatch.setattr(gpu_all, "_ended", lambda part, limit_s, given: begun.append(part) or gpu_all.WELL)
     whole = {"made": [{"date": NEW}], "exact": True}
-    found(tmp_path, "exact", {"gpt2": whole})
+    found(
+        tmp_path,
+        "exact",
+        {"gpt2": whole},
+        [{"what": "gpt2", "wanted": "the same bits", "measured": "others", "met": False}],
+    )
     given = asked(tmp_path, since="2026-11-18", only="gpt2")
     given.part, given.deadline = ["all"], time.monotonic() + 1000
     assert gpu_all.bench_all(list(gpu.PARTS), given, gpu.missing)
     assert begun == ["frequency", "recovery", "paced"]
-    said = json.loads((tmp_path / "gpu-all.json").read_text())["tables"][0]["rows"]
+    told = json.loads((tmp_path / "gpu-all.json").read_text())
+    said = told["tables"][0]["rows"]
     assert {row[0]: row[3] for row in said} == {**dict.fromkeys(begun, gpu_all.WELL), "exact": gpu_all.THERE}
+    assert [(one["what"], one["met"]) for one in told["targets"]] == [("exact: gpt2", False)]
 
 
 def test_what_a_unit_has_left_goes_and_nothing_else() -> None:

@@ -454,7 +454,12 @@ def test_two_ranks_replay_a_part_each_and_both_have_the_whole(name: str, tmp_pat
 def held(training: Training, groups: list[Any], aliases: dict[str, str]) -> Checkpoint:
     """A program's state as a checkpoint in memory."""
     info = ImageInfo(
-        format=1, run="r", rank=0, world=1, aliases=aliases, optimizers=training.subjects.optimizer_infos()
+        format=1,
+        run="r",
+        rank=0,
+        world=1,
+        aliases=aliases,
+        optimizers=training.subjects.optimizer_infos(training.subjects.names()),
     )
     held = Checkpoint(step=0, world=1, info=info, extras={"optimizers": groups}, own=True)
     for entry in training.subjects.listing().entries:

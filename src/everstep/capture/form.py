@@ -186,8 +186,8 @@ def make_form(
     if compressor is not None and packed:
         codec = Codec(kind=type(compressor).__name__, buffers={k: _buffer(p, names) for k, (p, _) in packed.items()})
     info = ImageInfo(
-        format=FORMAT, run=life.run, rank=topology.rank, world=topology.world, optimizers=subjects.optimizer_infos(),
-        codec=codec, has_values=bool(content.large),
+        format=FORMAT, run=life.run, rank=topology.rank, world=topology.world,
+        optimizers=subjects.optimizer_infos(names), codec=codec, has_values=bool(content.large),
         devices=tuple(kinds_of_device(subjects.optimizers)), stepped=places(subjects),
     )  # fmt: skip
     layout = lay_out_sheet(content.record, info, shape.layout.extras_bytes)

@@ -48,8 +48,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of the state."""
 
     name: str
@@ -175,6 +174,7 @@ def _numbered(name: str, index: int, count: int) -> str:
 @dataclass(slots=True)
 class Listing:
     entries: list[Entry]
+    names: dict[int, str]  # of every parameter, by its id
     aliases: dict[str, str]  # second names of tied tensors
     on_host: tuple[str, ...]  # optimizer state that lies on the host though its parameter does not
     watch: Watch
@@ -216,8 +216,7 @@ class Subjects:
                     found.setdefault(id(parameter), f"{prefix}.params.{g}.{i}")
         return found
 
-    def optimizer_infos(self) -> tuple[OptimizerInfo, ...]:
-        names = self.names()
+    def optimizer_infos(self, names: dict[int, str]) -> tuple[OptimizerInfo, ...]:
         return tuple(
             OptimizerInfo(
                 type=type_name(optimizer),
@@ -307,7 +306,7 @@ class Subjects:
                 full = COMPRESSOR + name
                 entries[id(tensor)] = Entry(name=full, tensor=tensor, gate=None, at_cut=True, common=False, family=full)
         _check_unique(entries.values())
-        return Listing(list(entries.values()), aliases, tuple(on_host), watch, at_cut)
+        return Listing(list(entries.values()), names, aliases, tuple(on_host), watch, at_cut)
 
 
 def _list_module(
@@ -366,9 +365,9 @@ def _list_groups(
 def _check(name: str, tensor: Tensor) -> None:
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         raise Unstorable(name, tensor, "only plain tensors and DTensors of them can be captured")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES:
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
         raise Unstorable(name, tensor, f"it is {tensor.layout}, {tensor.dtype}")
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not (tensor.is_cuda or tensor.is_cpu):
         raise Unstorable(name, tensor, f"it is on {tensor.device}")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,15 +60,20 @@ def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
 
     To ask of each would take longer than to copy many that are small.
     """
-    found: list[tuple[int, int, Tensor]] = []
-    for source in sorted((s for s in sources if s.nbytes and not s.is_cuda), key=Tensor.data_ptr):
-        address, first = source.data_ptr(), source
-        begin, end = address // _PAGE * _PAGE, -(-(address + source.nbytes) // _PAGE) * _PAGE
-        if found and begin <= found[-1][1] + _NEAR_BYTES:
-            begin, before, first = found.pop()
-            end = max(end, before)
-        found.append((begin, end, first))
-    return [(begin, end - begin) for begin, end, first in found if not first.is_pinned()]
+    tensors = sorted((s for s in sources if s.nbytes and not s.is_cuda), key=Tensor.data_ptr)
+    if not tensors:
+        return []
+    addresses = np.fromiter(map(Tensor.data_ptr, tensors), np.int64)
+    sizes = np.fromiter(map(attrgetter("nbytes"), tensors), np.int64)
+    begins = addresses // _PAGE * _PAGE
+    ends = np.maximum.accumulate(-(-(addresses + sizes) // _PAGE) * _PAGE)
+    firsts = np.flatnonzero(np.append(True, begins[1:] > ends[:-1] + _NEAR_BYTES))
+    lasts = np.append(firsts[1:], len(tensors)) - 1
+    return [
+        (int(begins[first]), int(ends[last] - begins[first]))
+        for first, last in zip(firsts, lasts, strict=True)
+        if not tensors[first].is_pinned()
+    ]
 
 
 def _register(begin: int, size: int) -> int:

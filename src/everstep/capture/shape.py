@@ -150,7 +150,7 @@ def make_shape(
     shares = share(listing.entries, topology.rank, topology.world)
     info = ImageInfo(
         format=FORMAT, run=life.run, rank=topology.rank, world=topology.world, aliases=listing.aliases,
-        on_host=listing.on_host, optimizers=subjects.optimizer_infos(),
+        on_host=listing.on_host, optimizers=subjects.optimizer_infos(listing.names),
     )  # fmt: skip
     devices = sorted({s.entry.tensor.device for s in shares if s.entry.tensor.is_cuda}, key=str)
     if mode == "device" and not devices:

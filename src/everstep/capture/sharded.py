@@ -41,9 +41,12 @@ class Box:
     sharers: Sharers
 
 
+_PLAIN = (nn.Parameter, Tensor)  # as nearly all are: to look further would take longer than all else that is asked
+
+
 def is_sharded(value: object) -> bool:
     """Whether it is a DTensor."""
-    return isinstance(value, _loaded("torch.distributed.tensor", "DTensor"))
+    return type(value) not in _PLAIN and isinstance(value, _loaded("torch.distributed.tensor", "DTensor"))
 
 
 def _loaded(module: str, name: str) -> tuple[type, ...]:

@@ -7,23 +7,25 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from everstep.capture.extras import decode
-from everstep.capture.layout import TORCH_DTYPES, Subjects, innermost, optimizer_name, shaped, type_name
+from everstep.capture.layout import TORCH_DTYPES, Listing, Subjects, innermost, optimizer_name, shaped, type_name
 from everstep.capture.pinned import pinned_for
 from everstep.capture.sharded import box_of, local_of, stepping
 from everstep.errors import Damaged, Mismatch
-from everstep.image import ImageLayout, extras_of
+from everstep.image import ITEM_BYTES, ImageLayout, extras_of
 from everstep.recover.needs import Needs, overlap
 from everstep.store.manifest import uncovered
 from everstep.types import ImageInfo, Piece, Place
 
 Image = tuple[ImageLayout, ImageInfo, memoryview]
+Pair = tuple[Tensor, Tensor]  # where to, and from where
 
 
 @dataclass(slots=True)
@@ -114,12 +116,13 @@ def view(images: dict[int, Image], step: int, needs: Needs) -> Checkpoint:
     first: dict[str, memoryview] = {}  # the bytes that the first rank has of what all must have alike
     for old_rank, (layout, info, data) in sorted(images.items()):
         base = len(layout.header)
-        for piece in layout.pieces:
-            there = data[base + piece.offset : base + piece.offset + piece.length]
-            if needs.compares(piece, info) and first.setdefault(piece.name, there) != there:
-                checkpoint.unlike.append(piece.name)
+        for piece, tensor in zip(layout.pieces, _tensors_in(layout, data), strict=True):
+            if needs.compares(piece, info):
+                there = data[base + piece.offset : base + piece.offset + piece.length]
+                if first.setdefault(piece.name, there) != there:
+                    checkpoint.unlike.append(piece.name)
             if needs.takes(piece, old_rank, info.world):
-                checkpoint.pieces.setdefault(piece.name, []).append((piece, tensor_in(there, piece)))
+                checkpoint.pieces.setdefault(piece.name, []).append((piece, tensor))
             elif not piece.private or old_rank == source:
                 checkpoint.others[piece.name] = piece
     return checkpoint
@@ -130,12 +133,26 @@ def whole_views(images: dict[int, Image], step: int) -> Callable[[int], Checkpoi
     return lambda rank: view(images, step, Needs(None, rank, len(images)))
 
 
+def _tensors_in(layout: ImageLayout, data: memoryview) -> Iterator[Tensor]:
+    """All pieces of an image. Nothing lies between them, so neighbours of one dtype are cut out of it at once."""
+    base = len(layout.header)
+    for dtype, run in groupby(layout.pieces, key=attrgetter("dtype")):
+        pieces = list(run)
+        there = data[base + pieces[0].offset : base + pieces[-1].offset + pieces[-1].length]
+        parts = _elements_in(there, dtype).split([piece.length // ITEM_BYTES[dtype] for piece in pieces])
+        yield from map(shaped, parts, pieces)
+
+
 def tensor_in(data: memoryview, piece: Piece) -> Tensor:
     """A piece's bytes as the tensor that they are."""
+    return shaped(_elements_in(data, piece.dtype), piece)
+
+
+def _elements_in(data: memoryview, dtype: str) -> Tensor:
     if not data:
-        return torch.empty(piece.extent, dtype=TORCH_DTYPES[piece.dtype])
+        return torch.empty(0, dtype=TORCH_DTYPES[dtype])
     with _unwarned() if data.readonly else nullcontext():
-        return shaped(torch.frombuffer(data, dtype=TORCH_DTYPES[piece.dtype]), piece)
+        return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype])
 
 
 @contextmanager
@@ -156,9 +173,9 @@ def _position(found: Image, step: int, rank: int) -> Any:
 # -- into the objects
 
 
-def differences(checkpoint: Checkpoint, subjects: Subjects) -> list[str]:
+def differences(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> list[str]:
     """How the program differs from what was saved; empty if it is the same."""
-    now = {e.name: e for e in subjects.listing().entries if _is_model(e.name)}
+    now = {e.name: e for e in listing.entries if _is_model(e.name)}
     was = {name: checkpoint.kind(name) for name in checkpoint.names() if _is_model(name)}
     found = [f"missing in the program: {name} {was[name].shape}" for name in was if name not in now]
     found += [f"missing in the checkpoint: {name} {now[name].shape}" for name in now if name not in was]
@@ -168,7 +185,7 @@ def differences(checkpoint: Checkpoint, subjects: Subjects) -> list[str]:
             found.append(f"{name}: shape was {shape}, is {now[name].shape}")
         if dtype != now[name].tensor.dtype:
             found.append(f"{name}: dtype was {dtype}, is {now[name].tensor.dtype}")
-    before, after = checkpoint.info.optimizers, subjects.optimizer_infos()
+    before, after = checkpoint.info.optimizers, subjects.optimizer_infos(listing.names)
     if not before:
         return found  # it was brought from elsewhere, without any
     if [o.type for o in before] != [o.type for o in after]:
@@ -185,8 +202,8 @@ def _is_model(name: str) -> bool:
     )
 
 
-def check(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[str]:
-    found = differences(checkpoint, subjects)
+def check(checkpoint: Checkpoint, subjects: Subjects, listing: Listing, *, strict: bool) -> list[str]:
+    found = differences(checkpoint, subjects, listing)
     if found and strict:
         raise Mismatch(f"checkpoint {checkpoint.step} does not fit this program (strict=False loads what fits):", found)
     return found
@@ -194,12 +211,14 @@ def check(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[s
 
 @_uncollected()
 @torch.no_grad()
-def apply(checkpoint: Checkpoint, subjects: Subjects) -> None:
-    """Copy into models, and give the optimizers their state; what does not fit was reported by `check`."""
+def restore(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[str]:
+    """Copy into models, and give the optimizers their state, as far as it fits; how the program differs."""
+    listing = subjects.listing()
+    found = check(checkpoint, subjects, listing, strict=strict)
     with _pinned(checkpoint, subjects):
-        _copy_tensors(checkpoint, subjects)
-        _give_states(checkpoint, subjects)
-    _restore_beside(checkpoint, subjects)
+        _copy([*_tensors_to_copy(checkpoint, subjects, listing), *_states_to_copy(checkpoint, subjects, listing)])
+    _restore_beside(checkpoint, subjects, listing.names)
+    return found
 
 
 def _pinned(checkpoint: Checkpoint, subjects: Subjects) -> AbstractContextManager[None]:
@@ -211,36 +230,40 @@ def _pinned(checkpoint: Checkpoint, subjects: Subjects) -> AbstractContextManage
     return pinned_for(devices, (part for pieces in checkpoint.pieces.values() for _, part in pieces))
 
 
-def _give_states(checkpoint: Checkpoint, subjects: Subjects) -> None:
-    names, on_host = subjects.names(), set(checkpoint.info.on_host)
+def _states_to_copy(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> Iterator[Pair]:
+    """Give the optimizers the tensors that their states are made of; what to copy into them."""
+    names, on_host = listing.names, set(checkpoint.info.on_host)
     for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         state_of, worker = checkpoint.state_names(prefix), stepping(optimizer)
         known = {name for group in checkpoint.info.optimizers[index].groups for name in group}
         for parameter in (p for group in worker.param_groups for p in group["params"]):
-            found = state_of.get(names[id(parameter)], {}) if _fits(checkpoint, names, parameter) else {}
-            state = {key: _like(checkpoint, full, parameter, full in on_host) for key, full in found.items()}
+            name = names[id(parameter)]
+            state: dict[str, Tensor] = {}
+            for key, full in state_of.get(name, {}).items() if _fits(checkpoint, name, parameter) else ():
+                state[key], pairs = _like(checkpoint, full, parameter, full in on_host)
+                yield from pairs
             if state:
                 worker.state[parameter] = state
-            elif names[id(parameter)] in known:
+            elif name in known:
                 worker.state.pop(parameter, None)  # made in steps that are taken back
 
 
-def _fits(checkpoint: Checkpoint, names: dict[int, str], parameter: Tensor) -> bool:
+def _fits(checkpoint: Checkpoint, name: str, parameter: Tensor) -> bool:
     """Not if it had another shape: then it was not loaded, and its state is of no use to it."""
-    pieces = checkpoint.pieces.get(names[id(parameter)])
+    pieces = checkpoint.pieces.get(name)
     return pieces is None or pieces[0][0].shape == tuple(parameter.shape)
 
 
 @torch.no_grad()
 def apply_rest(record: Checkpoint, subjects: Subjects) -> None:
     """Copy the values that a record has, and put back what optimizers hold beside the tensors of parameters."""
+    listing = subjects.listing()
     with _pinned(record, subjects):
-        _copy_tensors(record, subjects)
-    _restore_beside(record, subjects)
+        _copy(list(_tensors_to_copy(record, subjects, listing)))
+    _restore_beside(record, subjects, listing.names)
 
 
-def _restore_beside(checkpoint: Checkpoint, subjects: Subjects) -> None:
-    names = subjects.names()
+def _restore_beside(checkpoint: Checkpoint, subjects: Subjects, names: dict[int, str]) -> None:
     for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         saved = checkpoint.extras["optimizers"][index]
         somewhere = optimizer.param_groups[0]["params"][0].device
@@ -248,9 +271,9 @@ def _restore_beside(checkpoint: Checkpoint, subjects: Subjects) -> None:
         for key, value in saved["shared"].items():
             states[key] = _on(somewhere, value)
         for g, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
+            for parameter in group["params"] if saved["plain"] else ():
                 plain = saved["plain"].get(names[id(parameter)], {})
-                if plain and _fits(checkpoint, names, parameter):
+                if plain and _fits(checkpoint, names[id(parameter)], parameter):
                     states[parameter].update(_on(parameter.device, plain))
             if g < len(saved["groups"]):
                 _restore_group(group, saved["groups"][g])
@@ -268,28 +291,23 @@ def _same_optimizers(checkpoint: Checkpoint, subjects: Subjects) -> Iterator[tup
             yield optimizer_name(index, len(subjects.optimizers)), index, optimizer
 
 
-def _copy_tensors(checkpoint: Checkpoint, subjects: Subjects) -> None:
-    current = {entry.name: entry for entry in subjects.listing().entries}
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
+def _tensors_to_copy(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> Iterator[Pair]:
+    current = {entry.name: entry for entry in listing.entries}
     for name, pieces in checkpoint.pieces.items():
         entry = current.get(name)
         whole = pieces[0][0]
         if name.startswith("volatile.") and (entry is None or entry.shape != whole.shape):
             _replace_buffer(subjects, name, checkpoint.tensor(name))
-            continue
-        if entry is None or entry.shape != whole.shape or entry.tensor.dtype != pieces[0][1].dtype:
-            continue
-        for target, source in _common(pieces, entry.tensor, entry.start):
-            targets.append(target)
-            sources.append(source)
-    if targets:
-        torch._foreach_copy_([t.detach() for t in targets], sources, non_blocking=True)
+        elif entry is not None and entry.shape == whole.shape and entry.tensor.dtype == pieces[0][1].dtype:
+            yield from _common(pieces, entry.tensor, entry.start)
 
 
-def _common(
-    pieces: list[tuple[Piece, Tensor]], local: Tensor, start: tuple[int, ...]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _copy(pairs: list[Pair]) -> None:
+    if pairs:
+        torch._foreach_copy_([into for into, _ in pairs], [part for _, part in pairs], non_blocking=True)
+
+
+def _common(pieces: list[tuple[Piece, Tensor]], local: Tensor, start: tuple[int, ...]) -> Iterator[Pair]:
     """What pieces have for a tensor that lies somewhere in the whole one: where to, and from where."""
     extent = tuple(local.shape)
     for piece, part in pieces:
@@ -319,8 +337,11 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _like(checkpoint: Checkpoint, name: str, parameter: Tensor, on_host: bool) -> Tensor:
-    """A state tensor where the optimizer had it: on the parameter's device and in its memory format, or on the host."""
+def _like(checkpoint: Checkpoint, name: str, parameter: Tensor, on_host: bool) -> tuple[Tensor, Iterator[Pair]]:
+    """A state tensor where the optimizer had it, on the parameter's device and in its memory format, or on the host.
+
+    And what is to be copied into it.
+    """
     one = checkpoint.kind(name)
     shape, dtype = one.shape, TORCH_DTYPES[one.dtype]
     device = torch.device("cpu") if on_host else parameter.device
@@ -330,9 +351,7 @@ def _like(checkpoint: Checkpoint, name: str, parameter: Tensor, on_host: bool) -
     else:
         target = torch.empty(shape, dtype=dtype, device=device)
     start = box.start if box is not None else (0,) * len(shape)
-    for into, part in _common(checkpoint.pieces.get(name, []), local_of(target), start):
-        into.copy_(part, non_blocking=True)
-    return target
+    return target, _common(checkpoint.pieces.get(name, []), local_of(target), start)
 
 
 def _replace_buffer(subjects: Subjects, name: str, value: Tensor) -> None:

@@ -80,7 +80,7 @@ def _try(
         if found.views is None:
             differing = state.restore(found.base, strict=strict)
         else:  # tensors come when the steps are repeated
-            differing = check(found.base, state.subjects, strict=strict)
+            differing = check(found.base, state.subjects, state.subjects.listing(), strict=strict)
         if found.chain is not None and differing:
             return _passed_over(found, differing, place, emit)
         if found.chain is not None:

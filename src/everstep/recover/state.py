@@ -15,7 +15,7 @@ from everstep.capture.layout import COMPRESSOR, Subjects
 from everstep.capture.reductions import Reductions
 from everstep.capture.sharded import check_modules, check_optimizer, stepping
 from everstep.errors import BadConfig, Mismatch
-from everstep.recover.assemble import Checkpoint, apply, apply_rest, check
+from everstep.recover.assemble import Checkpoint, apply_rest, restore
 
 
 class State:
@@ -118,9 +118,7 @@ class State:
 
     def restore(self, base: Checkpoint, *, strict: bool) -> list[str]:
         """Put back what optimizers update, and every other tensor; how the program differs from what was saved."""
-        found = check(base, self.subjects, strict=strict)
-        apply(base, self.subjects)
-        return found
+        return restore(base, self.subjects, strict=strict)
 
     def restore_rest(self, latest: Checkpoint, *, is_record: bool, strict: bool) -> None:
         """Put back what is beside it: values, groups, schedulers, scaler and extras, of a base or of a record."""
