@@ -28,7 +28,7 @@ from pathlib import Path
 import gpu_models
 import torch
 from common import Report, machine
-from gpu_all import bench_all
+from gpu_all import bench_all, write_all_again
 from gpu_exact import EXACT, bench_exact, exact_child, exact_report
 from gpu_frequency import MODELS_S, bench_frequency, frequency_report
 from gpu_merge import Entry, add_origins, earlier, has_failed, is_there, merge
@@ -166,6 +166,7 @@ def main() -> None:
     if given.tables:
         for name in parts:
             write_again(name, given.out)
+        write_all_again(list(PARTS), given.out)
     elif given.exact_child:
         exact_child(given.exact_child, given.scratch, given.kill)
     elif "all" in given.part or len(parts) > 1:

@@ -30,6 +30,7 @@ from everstep.keeper.pace import OUTPACED
 
 FIRST_BASE_S = 90.0  # for the largest state on a slow disk
 RING_S = 30.0  # for the records of the last steps to be written
+REPLICA_S = 15.0  # until it is there: its process loads torch
 CHAIN_S = 1.0  # of a block of whole gradients: longer than the ring of most models
 WARM_STEPS, WARM_RECORDS = 8, 5  # before anything is timed: of most, and where a record takes the disk a while
 LARGE_RECORD_BYTES = 10**9
@@ -352,6 +353,12 @@ class Replica(Everstep):
     @classmethod
     def needs(cls, state: int, gradient: int, slots: int) -> tuple[float, float]:
         return (slots + 2) * state + 4 * gradient, state + 5 * gradient
+
+    def _warm_up(self) -> None:
+        super()._warm_up()
+        deadline = time.monotonic() + REPLICA_S
+        while self.run.status()["replica"] is None and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def result(self) -> Kept:
         where: Any = self.run.status()["replica"]

@@ -301,7 +301,10 @@ def sync_folder(folder: Path) -> None:
 def drop_cache(paths: list[Path]) -> None:
     """So that a read comes from the disk."""
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # of a checkpoint that was just let go
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)

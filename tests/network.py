@@ -1,8 +1,10 @@
-"""Network namespaces for keepers: a node's cable can be pulled, and put in again."""
+"""Network namespaces for keepers: a node's cable can be pulled, and put in again. Ports that nobody else takes."""
 
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,18 @@ from everstep.keeper.process import environment, keeper_log
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def free_port() -> int:
+    """Below those that the system lends to whoever connects: one of those could be taken before it is used."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("of 100 ports none is free")
 
 
 class Network:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from everstep.events import Degraded, Replayed, read_events
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import digest, forget_memory, live, must_finish, run_directory
+from network import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,12 +139,6 @@ def compiled(directory: Path, die_at: int) -> dict[str, Any]:
     torch._inductor.config.deterministic = True
     model = torch.compile(network())
     return loop(directory, die_at, model, [torch.optim.Adam(model.parameters())])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def nccl_with_one_rank(directory: Path, die_at: int) -> dict[str, Any]:

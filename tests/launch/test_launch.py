@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from network import free_port
 
 from everstep import launch, topology
 from everstep.errors import BadConfig
@@ -185,9 +185,3 @@ def test_two_agents_of_torchrun_are_two_nodes(tmp_path: Path) -> None:
     assert {line[2] for line in found} == {"one", "two"}
     assert {line[3] for line in found} == {",".join(line[2] for line in found)}
     assert {line[4] for line in found} == {",".join(f"rack-{line[2]}" for line in found)}
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
