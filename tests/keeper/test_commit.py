@@ -12,29 +12,31 @@ from everstep.capture.host import open_root
 from everstep.image import FORMAT, lay_out
 from everstep.keeper import flush
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import commit_name, read_commit, read_part
-from everstep.types import ImageInfo
+from everstep.store.manifest import commit_name, part_name, read_commit, read_part
+from everstep.types import ImageInfo, Part
 
 RUN, LIFE, NEXT = "5" * 32, "1" * 32, "2" * 32
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[DiskTier, str], None]:
-    def write(tier: DiskTier, life: str) -> None:
+def write(tmp_path: Path) -> Callable[[DiskTier, str], Part]:
+    def write(tier: DiskTier, life: str) -> Part:
         """Step 7 as a life has it."""
         (tmp_path / life).mkdir(exist_ok=True)
         layout = lay_out([], ImageInfo(format=FORMAT, run=RUN, rank=0, world=1), 4096)
         arena = Arena.create(open_root(str(tmp_path / life)), run=RUN, rank=0, world=1, layout=layout, slots=2)
         arena.seal(0, step=7, cut_time=float(life[0]), generation=life)
-        assert flush.persist_part(tier, arena, 0, torch_version="") is not None
+        part = flush.persist_part(tier, arena, 0, torch_version="")
         arena.remove()
+        assert part is not None
+        return part
 
     return write
 
 
 @pytest.mark.parametrize("left", ["as it was", "damaged"])
 def test_a_commit_that_an_earlier_life_left_of_the_same_step_is_replaced(
-    left: str, write: Callable[[DiskTier, str], None], tmp_path: Path
+    left: str, write: Callable[[DiskTier, str], Part], tmp_path: Path
 ) -> None:
     tier = DiskTier(tmp_path / "run")
     write(tier, LIFE)
@@ -49,10 +51,25 @@ def test_a_commit_that_an_earlier_life_left_of_the_same_step_is_replaced(
     assert list(flush.sound_steps(tier, RUN)) == [7]
 
 
-def test_a_commit_of_the_same_parts_stays_as_it_is(write: Callable[[DiskTier, str], None], tmp_path: Path) -> None:
+def test_a_commit_of_the_same_parts_stays_as_it_is(write: Callable[[DiskTier, str], Part], tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "run")
     write(tier, LIFE)
     assert flush.commit(tier, 7, [0], 1, LIFE)
     before = (tier.root / commit_name(7)).stat()
     assert flush.commit(tier, 7, [0], 1, LIFE)
     assert (tier.root / commit_name(7)).stat() == before
+
+
+def test_parts_that_are_known_are_committed_as_they_lie_on_the_medium_and_not_if_they_are_gone(
+    write: Callable[[DiskTier, str], Part], tmp_path: Path
+) -> None:
+    tier = DiskTier(tmp_path / "run")
+    known = {0: write(tier, LIFE)}
+    assert flush.commit(tier, 7, [0], 1, LIFE, known)
+    assert read_part(tier, read_commit(tier, 7, RUN), 0) == known[0]
+    assert list(flush.sound_steps(tier, RUN)) == [7]
+
+    tier.delete(commit_name(7))
+    tier.delete(part_name(7, 0))
+    assert not flush.commit(tier, 7, [0], 1, LIFE, known)
+    assert list(flush.sound_steps(tier, RUN)) == []

@@ -21,6 +21,7 @@ from everstep.keeper.session import SOON_S, TICK_S, Session, lease_all, longer
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import committed_steps
 from everstep.timeline import Kind, Mark
+from everstep.types import Part
 
 _AUTO_FLOOR_S = 15.0  # by default a step is written at most this often,
 _AUTO_SHARE = 0.1  # and writing takes at most this share of the time
@@ -170,7 +171,7 @@ class BaseWriter:
         """
         if None in slots:
             return None
-        size, generation = 0, ""
+        parts, generation = dict[int, Part](), ""
         for session, arena, slot in zip(sessions, arenas, slots, strict=True):
             assert arena is not None and slot is not None
             try:
@@ -183,10 +184,10 @@ class BaseWriter:
                 raise
             if part is None:
                 return None
-            size, generation = size + part.bytes, part.generation
+            parts[part.rank], generation = part, part.generation
         hello = sessions[0].hello
-        is_last = flush.commit(self._tier, step, hello.ranks_here, hello.world, generation)
-        return size if is_last or self.appointed is not None else None
+        is_last = flush.commit(self._tier, step, hello.ranks_here, hello.world, generation, parts)
+        return sum(one.bytes for one in parts.values()) if is_last or self.appointed is not None else None
 
     def _make_room(self, size: int) -> None:
         """What is being removed may be the room that the next base needs."""

@@ -6,7 +6,7 @@ Each function is safe to be killed in and called again: what is half there is re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -22,6 +22,7 @@ from everstep.store.manifest import (
     commit_name,
     committed_steps,
     data_name,
+    digested,
     encode,
     part_name,
     read_commit,
@@ -68,11 +69,11 @@ def persist_part(
         reason = "the bytes no longer match their checksum"
         raise Damaged(reason, tier="memory", step=seal.step, rank=arena.rank, chunk=first)
     arena.set_checks(slot, seal.sequence, chunks)
-    part = Part(
+    part = digested(Part(
         format=info.format, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
         bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces, cut_time=seal.cut_time,
         torch=torch_version, replica=info.replica,
-    )  # fmt: skip
+    ))  # fmt: skip
     tier.put(part_file, memoryview(encode(part)))
     return part
 
@@ -109,13 +110,19 @@ def part_in_place(tier: Tier, arena: Arena, slot: int, run: str) -> Part | None:
     return part if is_same else None
 
 
-def commit(tier: Tier, step: int, ranks: Sequence[int], world: int, generation: str) -> bool:
-    """Write the commit if the part of each of these ranks is there, of one generation, and all together are whole."""
-    parts = []
+def commit(
+    tier: Tier, step: int, ranks: Sequence[int], world: int, generation: str, known: Mapping[int, Part] | None = None
+) -> bool:
+    """Write the commit if the part of each of these ranks is there, of one generation, and all together are whole.
+
+    `known`: parts that the caller has written or read itself; of these it is only seen that they are there still.
+    """
+    parts, known = [], known or {}
     for rank in ranks:
         file = part_name(step, rank)
         try:
-            part = read_record(tier, file, Part, step=step, rank=rank)
+            is_known = rank in known and tier.size(file) > 0
+            part = known[rank] if is_known else read_record(tier, file, Part, step=step, rank=rank)
         except (FileNotFoundError, Damaged):
             return False
         if part.generation != generation or part.world != world:
