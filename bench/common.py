@@ -10,12 +10,13 @@ import datetime
 import json
 import os
 import platform
+import random
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,12 @@ def machine() -> dict[str, str]:
 
 
 def free_port() -> str:
-    """Of this machine; somebody else may take it before it is used."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Below those that the system lends to whoever connects: one of those could be taken before it is used."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
+    raise OSError("of 100 ports none is free")
 
 
 def _lines(path: str) -> list[str]:

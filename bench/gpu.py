@@ -166,7 +166,7 @@ def main() -> None:
     if given.tables:
         for name in parts:
             write_again(name, given.out)
-        write_all_again(list(PARTS), given.out)
+        write_all_again(given.out)
     elif given.exact_child:
         exact_child(given.exact_child, given.scratch, given.kill)
     elif "all" in given.part or len(parts) > 1:

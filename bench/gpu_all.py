@@ -75,29 +75,29 @@ def bench_all(
             outcome = _ended(unit.part, min(unit.limit_s, left_s), ours)
         table.rows.append([unit.part, ", ".join(models) or "-", f"{time.monotonic() - began:.0f}", outcome])
         print(f"-- {' '.join(table.rows[-1])}; {given.deadline - time.monotonic():.0f} s are left", flush=True)
-        report.targets = _targets(parts, given.out)
+        report.targets = _targets(given.out)
         report.save(given.out, "gpu-all")
     print(report.markdown(), flush=True)
     return all(row[3] in (WELL, THERE) for row in table.rows)
 
 
-def _targets(parts: list[str], out: Path) -> list[Target]:
-    """What was wanted of every part, in one place."""
+def _targets(out: Path) -> list[Target]:
+    """What was wanted of every part that was ever measured, in one place."""
     found = []
-    for part in parts:
+    for part in dict.fromkeys(unit.part for unit in UNITS):
         path = out / f"gpu-{part}.json"
         targets = json.loads(path.read_text())["targets"] if path.exists() else []
         found += [Target(**{**one, "what": f"{part}: {one['what']}"}) for one in targets]
     return found
 
 
-def write_all_again(parts: list[str], out: Path) -> None:
+def write_all_again(out: Path) -> None:
     """The table of how the parts ended, with what was wanted of them as their own tables say it now."""
     path = out / "gpu-all.json"
     if path.exists():
         old = json.loads(path.read_text())
         tables = [Table(**one) for one in old["tables"]]
-        Report(old["title"], old["command"], old["machine"], tables, _targets(parts, out)).save(out, "gpu-all")
+        Report(old["title"], old["command"], old["machine"], tables, _targets(out)).save(out, "gpu-all")
 
 
 def _ended(part: str, limit_s: float, given: argparse.Namespace) -> str:

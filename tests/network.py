@@ -1,4 +1,4 @@
-"""Network namespaces for keepers: a node's cable can be pulled, and put in again. Ports that nobody else takes."""
+"""Network namespaces for keepers: a node's cable can be pulled, and put in again, and ports to listen at."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from everstep.keeper import client
@@ -20,11 +21,8 @@ def ip(*words: str) -> None:
 def free_port() -> int:
     """Below those that the system lends to whoever connects: one of those could be taken before it is used."""
     for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
     raise OSError("of 100 ports none is free")
 

@@ -365,9 +365,7 @@ class Run:
 
     def close(self) -> None:
         """Make the last step durable and end. Called by itself when the loop ends."""
-        if self._is_between:
-            self.give_up()
-        if self._closed:
+        if self._closed or (self._is_between and self.give_up()):
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -381,6 +379,7 @@ class Run:
         finally:
             self._release(final=is_final)
         self._emit((Finished if self._finished else Closed)(rank=self._place.rank, step=self.step))
+        self._signals.pass_on()
 
     def _take_last(self) -> bool:
         """Have the last step in memory, as a base. Whether there is one that is not on the disk yet."""

@@ -140,6 +140,11 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             self._restore()
 
+    def pass_on(self) -> None:
+        """A signal that came while the run ended, when no step was left to leave after, is the program's to hear."""
+        if self._received is not None and not self._is_leaving:
+            os.kill(self._pid, self._received)
+
     def _restore(self) -> None:
         if not self._old:
             return

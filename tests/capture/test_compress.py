@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from network import free_port
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,10 +35,7 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 
 def ranks(world: int, play: Callable[..., None], *words: Any, start: str = "fork") -> None:
     """Let `play(*words)` run in that many processes; an assertion that fails in one of them fails here."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(_rank, args=(world, port, play, words), nprocs=world, start_method=start)
+    mp.start_processes(_rank, args=(world, free_port(), play, words), nprocs=world, start_method=start)
 
 
 def _rank(rank: int, world: int, port: int, play: Callable[..., None], words: tuple[Any, ...]) -> None:

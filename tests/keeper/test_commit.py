@@ -60,16 +60,18 @@ def test_a_commit_of_the_same_parts_stays_as_it_is(write: Callable[[DiskTier, st
     assert (tier.root / commit_name(7)).stat() == before
 
 
-def test_parts_that_are_known_are_committed_as_they_lie_on_the_medium_and_not_if_they_are_gone(
-    write: Callable[[DiskTier, str], Part], tmp_path: Path
+def test_parts_that_are_known_are_committed_unread_and_not_if_they_are_gone(
+    write: Callable[[DiskTier, str], Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = DiskTier(tmp_path / "run")
-    known = {0: write(tier, LIFE)}
-    assert flush.commit(tier, 7, [0], 1, LIFE, known)
-    assert read_part(tier, read_commit(tier, 7, RUN), 0) == known[0]
+    part = write(tier, LIFE)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "get", lambda name: pytest.fail(f"{name} was read"))
+        assert flush.commit(tier, 7, [0], 1, LIFE, [part])
+    assert read_part(tier, read_commit(tier, 7, RUN), 0) == part
     assert list(flush.sound_steps(tier, RUN)) == [7]
 
     tier.delete(commit_name(7))
     tier.delete(part_name(7, 0))
-    assert not flush.commit(tier, 7, [0], 1, LIFE, known)
+    assert not flush.commit(tier, 7, [0], 1, LIFE, [part])
     assert list(flush.sound_steps(tier, RUN)) == []

@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 
 import everstep
 from everstep.errors import Misuse
-from everstep.events import Degraded, read_events
+from everstep.events import Closed, Degraded, read_events
 from everstep.keeper.client import keeper_pid
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -151,6 +152,27 @@ def test_a_process_whose_run_is_over_ends_when_it_is_told_to(ending: str) -> Non
             time.sleep(20.0)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_while_the_run_ends_is_heard_by_the_program_afterwards(number: signal.Signals) -> None:
+    with run_directory() as directory:
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            run = guarded(directory, "snapshot", "inline")
+            bring_down = run._keeping.bring_down
+
+            def interrupted(*words: Any) -> None:
+                os.kill(os.getpid(), number)
+                bring_down(*words)
+
+            run._keeping.bring_down = interrupted  # type: ignore[method-assign]
+            run.close()
+            os._exit(1)  # it went on as if nobody had asked
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
+        assert everstep.open(directory).plan(lost={"memory"}).step == 4
+        assert any(isinstance(event, Closed) for event in read_events(directory))
 
 
 def test_whoever_waits_in_another_thread_is_told_when_the_run_is_over() -> None:

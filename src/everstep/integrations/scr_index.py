@@ -18,7 +18,7 @@ from everstep.image import FORMAT
 from everstep.keeper.flush import remove_checkpoint
 from everstep.recover.survey import Sources
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import encode, parity_folder, read_record
+from everstep.store.manifest import parity_folder, put_record, read_record
 from everstep.topology import Topology, exchange
 from everstep.types import DatasetRecord
 
@@ -77,7 +77,7 @@ class Index:
     def _put(self, tier: DiskTier, file: str, step: int, name: str, flags: int) -> None:
         record = DatasetRecord(format=FORMAT, dataset=step, name=name, flags=flags)
         try:
-            tier.put(file, memoryview(encode(record)))
+            put_record(tier, file, record)
         except FileExistsError:
             pass  # several nodes see this directory
         except (EverstepError, OSError) as error:

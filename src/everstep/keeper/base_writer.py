@@ -171,7 +171,7 @@ class BaseWriter:
         """
         if None in slots:
             return None
-        parts, generation = dict[int, Part](), ""
+        parts: list[Part] = []
         for session, arena, slot in zip(sessions, arenas, slots, strict=True):
             assert arena is not None and slot is not None
             try:
@@ -184,10 +184,10 @@ class BaseWriter:
                 raise
             if part is None:
                 return None
-            parts[part.rank], generation = part, part.generation
-        hello = sessions[0].hello
+            parts.append(part)
+        hello, generation = sessions[0].hello, parts[-1].generation
         is_last = flush.commit(self._tier, step, hello.ranks_here, hello.world, generation, parts)
-        return sum(one.bytes for one in parts.values()) if is_last or self.appointed is not None else None
+        return sum(one.bytes for one in parts) if is_last or self.appointed is not None else None
 
     def _make_room(self, size: int) -> None:
         """What is being removed may be the room that the next base needs."""

@@ -6,7 +6,7 @@ Each function is safe to be killed in and called again: what is half there is re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -22,9 +22,8 @@ from everstep.store.manifest import (
     commit_name,
     committed_steps,
     data_name,
-    digested,
-    encode,
     part_name,
+    put_record,
     read_commit,
     read_data,
     read_part,
@@ -69,13 +68,12 @@ def persist_part(
         reason = "the bytes no longer match their checksum"
         raise Damaged(reason, tier="memory", step=seal.step, rank=arena.rank, chunk=first)
     arena.set_checks(slot, seal.sequence, chunks)
-    part = digested(Part(
+    part = Part(
         format=info.format, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
         bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces, cut_time=seal.cut_time,
         torch=torch_version, replica=info.replica,
-    ))  # fmt: skip
-    tier.put(part_file, memoryview(encode(part)))
-    return part
+    )  # fmt: skip
+    return put_record(tier, part_file, part)
 
 
 def put_image(
@@ -93,8 +91,7 @@ def put_image(
         bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces,
         cut_time=cut_time or time.time(), torch=torch_version, replica=info.replica,
     )  # fmt: skip
-    tier.put(part_file, memoryview(encode(part)))
-    return part
+    return put_record(tier, part_file, part)
 
 
 def part_in_place(tier: Tier, arena: Arena, slot: int, run: str) -> Part | None:
@@ -111,18 +108,21 @@ def part_in_place(tier: Tier, arena: Arena, slot: int, run: str) -> Part | None:
 
 
 def commit(
-    tier: Tier, step: int, ranks: Sequence[int], world: int, generation: str, known: Mapping[int, Part] | None = None
+    tier: Tier, step: int, ranks: Sequence[int], world: int, generation: str, known: Iterable[Part] = ()
 ) -> bool:
     """Write the commit if the part of each of these ranks is there, of one generation, and all together are whole.
 
     `known`: parts that the caller has written or read itself; of these it is only seen that they are there still.
     """
-    parts, known = [], known or {}
+    parts, by_rank = [], {part.rank: part for part in known}
     for rank in ranks:
         file = part_name(step, rank)
         try:
-            is_known = rank in known and tier.size(file) > 0
-            part = known[rank] if is_known else read_record(tier, file, Part, step=step, rank=rank)
+            if rank in by_rank:
+                part = by_rank[rank]
+                tier.size(file)  # FileNotFoundError if it is gone
+            else:
+                part = read_record(tier, file, Part, step=step, rank=rank)
         except (FileNotFoundError, Damaged):
             return False
         if part.generation != generation or part.world != world:
@@ -137,11 +137,11 @@ def commit(
         cut_time=max(p.cut_time for p in parts), committed_time=time.time(),
     )  # fmt: skip
     try:
-        tier.put(commit_name(step), memoryview(encode(record)))
+        put_record(tier, commit_name(step), record)
     except FileExistsError:
         if not _says_the_same(tier, record):  # an earlier life's: the parts that it names are no longer there
             tier.delete(commit_name(step))
-            tier.put(commit_name(step), memoryview(encode(record)))
+            put_record(tier, commit_name(step), record)
     return True
 
 

@@ -16,8 +16,8 @@ from everstep.keeper.rounds import NONE, Lane, Order
 from everstep.keeper.transit import CalledOff, Transit
 from everstep.store.manifest import (
     data_name,
-    encode,
     part_name,
+    put_record,
     read_data,
     read_single_part,
     values_folder,
@@ -103,7 +103,7 @@ class SunkValues:
         end = "the keeper ends, or a new life of the run begins"
         transit = Transit(self._tier.name, part.step, len(data), self._rate, lambda _: end if ending.is_set() else "")
         self._tier.put(names[1], data, transit.passing)
-        self._tier.put(names[0], memoryview(encode(part)))
+        put_record(self._tier, names[0], part)
 
     def _is_there(self, step: int) -> bool:
         hello = self._hello

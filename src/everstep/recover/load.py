@@ -27,7 +27,7 @@ from everstep.recover.make_good import rebuild_parts
 from everstep.recover.needs import Needs
 from everstep.recover.plan import leaving_out, make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
-from everstep.store.manifest import encode
+from everstep.store.manifest import put_record
 from everstep.topology import Topology, exchange
 from everstep.types import Attempt, Holding, ParityHolding, Place, Plan, Records, Rejection, Survey
 
@@ -200,7 +200,7 @@ def note_attempt(sources: Sources, step: int, emit: Sink, error: str = "") -> No
     record = Attempt(format=FORMAT, step=step, count=max(1, count), error=error)
     try:
         sources.tier.delete(ATTEMPTS)
-        sources.tier.put(ATTEMPTS, memoryview(encode(record)))
+        put_record(sources.tier, ATTEMPTS, record)
     except (EverstepError, OSError) as failure:  # a full disk must not keep anybody from coming back
         emit(Degraded(what=f"whether loading step {step} goes well is not written down", reason=str(failure)))
 

@@ -19,7 +19,7 @@ from everstep.errors import BadConfig, Damaged, EverstepError, RunHeld, TierFail
 from everstep.events import Degraded, Sink
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import RUN_RECORD, encode, read_record, run_name
+from everstep.store.manifest import RUN_RECORD, put_record, read_record, run_name
 from everstep.store.places import Places
 from everstep.store.tier import Tier
 from everstep.topology import Topology
@@ -272,6 +272,6 @@ def sign(tier: Tier, name: str, emit: Sink) -> None:
         emit(Degraded(what=f"{RUN_RECORD} was made anew from the commits", reason=str(error)))
         tier.delete(RUN_RECORD)
     try:
-        tier.put(RUN_RECORD, memoryview(encode(RunRecord(format=FORMAT, run=name, created_time=time.time()))))
+        put_record(tier, RUN_RECORD, RunRecord(format=FORMAT, run=name, created_time=time.time()))
     except FileExistsError:
         sign(tier, name, emit)  # another node that sees this tier was a moment earlier, or another run

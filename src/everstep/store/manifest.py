@@ -99,14 +99,20 @@ def read_single_part(tier: Tier, step: int, rank: int, run: str, folder: Folder)
     return part
 
 
-def digested(record: Record) -> Record:
-    """A record with the digest that it carries on a medium."""
+def encode(record: Record) -> bytes:
+    return msgspec.json.encode(_digested(record))
+
+
+def _digested(record: Record) -> Record:
     body = msgspec.json.encode(msgspec.structs.replace(record, digest=""))
     return msgspec.structs.replace(record, digest=xxhash.xxh3_128_hexdigest(body))
 
 
-def encode(record: Record) -> bytes:
-    return msgspec.json.encode(digested(record))
+def put_record(tier: Tier, file: str, record: Record) -> Record:
+    """Write a record; as whoever reads it has it, with its digest."""
+    record = _digested(record)
+    tier.put(file, memoryview(msgspec.json.encode(record)))
+    return record
 
 
 def decode(

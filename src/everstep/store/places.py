@@ -14,7 +14,7 @@ from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError, NewerFormat, NothingToRestore
 from everstep.image import FORMAT
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import RUN_RECORD, encode, read_record
+from everstep.store.manifest import RUN_RECORD, encode, put_record, read_record
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Tier
 from everstep.tiers import Tiers
@@ -68,7 +68,7 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
         except (EverstepError, OSError):
             pass  # there is none, or none that can be read
         tier.delete(RECORD)
-        tier.put(RECORD, memoryview(encode(record)))
+        put_record(tier, RECORD, record)
 
     def disk_tier(self) -> DiskTier:
         return DiskTier(Path(self.disk or self.directory))
