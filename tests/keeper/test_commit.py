@@ -60,18 +60,35 @@ def test_a_commit_of_the_same_parts_stays_as_it_is(write: Callable[[DiskTier, st
     assert (tier.root / commit_name(7)).stat() == before
 
 
-def test_parts_that_are_known_are_committed_unread_and_not_if_they_are_gone(
+def test_parts_that_are_known_are_not_decoded_again(
     write: Callable[[DiskTier, str], Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = DiskTier(tmp_path / "run")
     part = write(tier, LIFE)
     with monkeypatch.context() as patch:
-        patch.setattr(tier, "get", lambda name: pytest.fail(f"{name} was read"))
+        patch.setattr(flush, "read_record", lambda *_, **__: pytest.fail("it was"))
         assert flush.commit(tier, 7, [0], 1, LIFE, [part])
     assert read_part(tier, read_commit(tier, 7, RUN), 0) == part
     assert list(flush.sound_steps(tier, RUN)) == [7]
 
-    tier.delete(commit_name(7))
-    tier.delete(part_name(7, 0))
+
+@pytest.mark.parametrize("now", ["gone", "cut off", "with another bit", "another life's"])
+def test_parts_that_are_known_are_not_committed_if_something_else_lies_there(
+    now: str, write: Callable[[DiskTier, str], Part], tmp_path: Path
+) -> None:
+    tier = DiskTier(tmp_path / "run")
+    part = write(tier, LIFE)
+    file = tier.root / part_name(7, 0)
+    if now == "gone":
+        file.unlink()
+    elif now == "cut off":
+        file.write_bytes(file.read_bytes()[:-5])
+    elif now == "with another bit":
+        data = bytearray(file.read_bytes())
+        data[20] ^= 1
+        file.write_bytes(data)
+    else:
+        write(tier, NEXT)
+        assert flush.commit(tier, 7, [0], 1, NEXT)
     assert not flush.commit(tier, 7, [0], 1, LIFE, [part])
-    assert list(flush.sound_steps(tier, RUN)) == []
+    assert list(flush.sound_steps(tier, RUN)) == ([7] if now == "another life's" else [])

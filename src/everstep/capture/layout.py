@@ -287,6 +287,7 @@ class Subjects:
                         check_plain_state(full, value, optimizer)
                         watch.plain(state, key)
                         continue
+                    _check_state_key(full, key, value, entries.get(id(value)))
                     if value.device != parameter.device:
                         on_host.append(full)
                     check_state(full, value, parameter)
@@ -369,6 +370,16 @@ def _check(name: str, tensor: Tensor) -> None:
         raise Unstorable(name, tensor, f"it is {tensor.layout}, {tensor.dtype}")
     if not (tensor.is_cuda or tensor.is_cpu):
         raise Unstorable(name, tensor, f"it is on {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise Unstorable(name, tensor, "its memory holds other values than it shows; resolve_conj() and resolve_neg()")
+
+
+def _check_state_key(name: str, key: object, value: Tensor, known: Entry | None) -> None:
+    """Whether it can be found again: by the name of its parameter and its own, as nothing but that."""
+    if not isinstance(key, str) or "." in key:
+        raise Unstorable(name, value, f"its optimizer has it under {key!r}, and only names without a dot can be kept")
+    if known is not None and known.name != name:
+        raise Unstorable(name, value, f"it is {known.name}, too, and would come back as two tensors")
 
 
 def _check_unique(entries: Any) -> None:

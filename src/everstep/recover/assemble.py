@@ -26,6 +26,7 @@ from everstep.types import ImageInfo, Piece, Place
 
 Image = tuple[ImageLayout, ImageInfo, memoryview]
 Pair = tuple[Tensor, Tensor]  # where to, and from where
+_Fresh = tuple[dict[Any, Any], Tensor, dict[str, Tensor], list[Pair]]
 
 
 @dataclass(slots=True)
@@ -215,8 +216,15 @@ def restore(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list
     """Copy into models, and give the optimizers their state, as far as it fits; how the program differs."""
     listing = subjects.listing()
     found = check(checkpoint, subjects, listing, strict=strict)
+    fresh = _fresh_states(checkpoint, subjects, listing)
+    of_states = chain.from_iterable(pairs for *_, pairs in fresh)
     with _pinned(checkpoint, subjects):
-        _copy([*_tensors_to_copy(checkpoint, subjects, listing), *_states_to_copy(checkpoint, subjects, listing)])
+        _copy([*_tensors_to_copy(checkpoint, subjects, listing), *of_states])
+    for states, parameter, state, _ in fresh:  # once they are filled
+        if state:
+            states[parameter] = state
+        else:
+            states.pop(parameter, None)  # made in steps that are taken back
     _restore_beside(checkpoint, subjects, listing.names)
     return found
 
@@ -230,22 +238,24 @@ def _pinned(checkpoint: Checkpoint, subjects: Subjects) -> AbstractContextManage
     return pinned_for(devices, (part for pieces in checkpoint.pieces.values() for _, part in pieces))
 
 
-def _states_to_copy(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> Iterator[Pair]:
-    """Give the optimizers the tensors that their states are made of; what to copy into them."""
+def _fresh_states(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> list[_Fresh]:
+    """What optimizers are to hold: whose states, of which parameter, the tensors, and what to copy into them."""
     names, on_host = listing.names, set(checkpoint.info.on_host)
+    found: list[_Fresh] = []
     for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         state_of, worker = checkpoint.state_names(prefix), stepping(optimizer)
         known = {name for group in checkpoint.info.optimizers[index].groups for name in group}
         for parameter in (p for group in worker.param_groups for p in group["params"]):
             name = names[id(parameter)]
+            saved = state_of.get(name, {}) if _fits(checkpoint, name, parameter) else {}
             state: dict[str, Tensor] = {}
-            for key, full in state_of.get(name, {}).items() if _fits(checkpoint, name, parameter) else ():
-                state[key], pairs = _like(checkpoint, full, parameter, full in on_host)
-                yield from pairs
-            if state:
-                worker.state[parameter] = state
-            elif name in known:
-                worker.state.pop(parameter, None)  # made in steps that are taken back
+            pairs: list[Pair] = []
+            for key, full in saved.items():
+                state[key], its_pairs = _like(checkpoint, full, parameter, full in on_host)
+                pairs += its_pairs
+            if state or name in known:
+                found.append((worker.state, parameter, state, pairs))
+    return found
 
 
 def _fits(checkpoint: Checkpoint, name: str, parameter: Tensor) -> bool:
@@ -304,7 +314,17 @@ def _tensors_to_copy(checkpoint: Checkpoint, subjects: Subjects, listing: Listin
 
 def _copy(pairs: list[Pair]) -> None:
     if pairs:
-        torch._foreach_copy_([into for into, _ in pairs], [part for _, part in pairs], non_blocking=True)
+        targets, sources = zip(*(_once(*pair) for pair in pairs), strict=True)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _once(into: Tensor, part: Tensor) -> Pair:
+    """An expanded tensor has one place for many elements that are alike: it is written once."""
+    if into.is_contiguous():
+        return into, part
+    sides = zip(into.shape, into.stride(), strict=True)
+    places = tuple(slice(0, 1) if many > 1 and not apart else slice(None) for many, apart in sides)
+    return into[places], part[places]
 
 
 def _common(pieces: list[tuple[Piece, Tensor]], local: Tensor, start: tuple[int, ...]) -> Iterator[Pair]:
