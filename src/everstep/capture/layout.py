@@ -287,10 +287,9 @@ class Subjects:
                         check_plain_state(full, value, optimizer)
                         watch.plain(state, key)
                         continue
-                    _check_state_key(full, key, value, entries.get(id(value)))
+                    _check_found_again(full, key, value, parameter, entries.get(id(value)))
                     if value.device != parameter.device:
                         on_host.append(full)
-                    check_state(full, value, parameter)
                     add(full, value, state, key, family=name, **{**how, **box_of_state(optimizer, value)})
         for key in ("_scale", "_growth_tracker") if self.scaler is not None else ():
             value = getattr(self.scaler, key, None)
@@ -366,16 +365,15 @@ def _list_groups(
 def _check(name: str, tensor: Tensor) -> None:
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         raise Unstorable(name, tensor, "only plain tensors and DTensors of them can be captured")
-    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
-        raise Unstorable(name, tensor, f"it is {tensor.layout}, {tensor.dtype}")
-    if not (tensor.is_cuda or tensor.is_cpu):
-        raise Unstorable(name, tensor, f"it is on {tensor.device}")
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES or not (tensor.is_cuda or tensor.is_cpu):
+        raise Unstorable(name, tensor, f"it is {tensor.layout}, {tensor.dtype}, on {tensor.device}")
     if tensor.is_conj() or tensor.is_neg():
         raise Unstorable(name, tensor, "its memory holds other values than it shows; resolve_conj() and resolve_neg()")
 
 
-def _check_state_key(name: str, key: object, value: Tensor, known: Entry | None) -> None:
-    """Whether it can be found again: by the name of its parameter and its own, as nothing but that."""
+def _check_found_again(name: str, key: object, value: Tensor, parameter: Tensor, known: Entry | None) -> None:
+    """Whether a state will be found by the name of its parameter and its own, and lies like its parameter."""
+    check_state(name, value, parameter)
     if not isinstance(key, str) or "." in key:
         raise Unstorable(name, value, f"its optimizer has it under {key!r}, and only names without a dot can be kept")
     if known is not None and known.name != name:
