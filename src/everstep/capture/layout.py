@@ -239,12 +239,8 @@ class Subjects:
 
     def listing(self) -> Listing:
         names = self.names()
-        gate = {
-            id(parameter): i
-            for i, optimizer in enumerate(self.optimizers)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        groups = ((i, group) for i, optimizer in enumerate(self.optimizers) for group in optimizer.param_groups)
+        gate = {id(parameter): i for i, group in groups for parameter in group["params"]}
         entries: dict[int, Entry] = {}
         aliases: dict[str, str] = {}
         on_host: list[str] = []
@@ -287,7 +283,8 @@ class Subjects:
                         check_plain_state(full, value, optimizer)
                         watch.plain(state, key)
                         continue
-                    _check_found_again(full, key, value, parameter, entries.get(id(value)))
+                    _check_found_again(full, key, value)
+                    check_state(full, value, parameter)
                     if value.device != parameter.device:
                         on_host.append(full)
                     add(full, value, state, key, family=name, **{**how, **box_of_state(optimizer, value)})
@@ -371,13 +368,10 @@ def _check(name: str, tensor: Tensor) -> None:
         raise Unstorable(name, tensor, "its memory holds other values than it shows; resolve_conj() and resolve_neg()")
 
 
-def _check_found_again(name: str, key: object, value: Tensor, parameter: Tensor, known: Entry | None) -> None:
-    """Whether a state will be found by the name of its parameter and its own, and lies like its parameter."""
-    check_state(name, value, parameter)
+def _check_found_again(name: str, key: object, value: Tensor) -> None:
+    """Whether a restore would find a state: by the name of its parameter, and behind the last dot its own."""
     if not isinstance(key, str) or "." in key:
         raise Unstorable(name, value, f"its optimizer has it under {key!r}, and only names without a dot can be kept")
-    if known is not None and known.name != name:
-        raise Unstorable(name, value, f"it is {known.name}, too, and would come back as two tensors")
 
 
 def _check_unique(entries: Any) -> None:
