@@ -45,15 +45,18 @@ class Training:
         self._saver, self._seconds = saver, seconds
         if gpu_models.DEVICE == "cuda":
             self._count = 16
-            self._count = max(1, round(16 * seconds / Stat([self._step() for _ in range(3)]).median))
+            self._count = max(1, round(16 * seconds / Stat([self._on_device(lambda: None) for _ in range(3)]).median))
             self._plain_s = self._step()
 
     def _step(self) -> float:
+        return self._on_device(self._saver.step)
+
+    def _on_device(self, update: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(self._count):
             torch.cuda._sleep(SPIN_CYCLES)
-        self._saver.step()
+        update()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3

@@ -32,6 +32,7 @@ NEWEST_FORMAT = STEPPED_FORMAT
 BLOCK = 4096
 CHUNK_BYTES = 4 << 20
 MAX_HEADER_BYTES = 256 << 20
+_MOST_ELEMENTS = 1 << 60  # in any tensor, were none of its sides empty
 EXTRAS = "everstep.extras"
 META = "everstep"
 
@@ -172,6 +173,8 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         extent, order = tensor.shape, meta.orders.get(name, msgspec.UNSET)
         if begin != place or end - begin != math.prod(extent) * item or min(extent, default=0) < 0:
             raise bad(f"{name} claims bytes {begin} to {end} for shape {extent}")
+        if begin == end and math.prod(max(1, side) for side in extent) > _MOST_ELEMENTS:
+            raise bad(f"{name} is empty, and of a shape that no tensor has")
         place = end
         if order is not msgspec.UNSET:
             if order[:1] != (0,) or sorted(order) != list(range(len(extent))):

@@ -412,6 +412,9 @@ IMAGES: dict[str, bytes] = {
     "overlapping tensors": image_with({"__metadata__": meta(), **EXTRAS, "w": tensor("U8", [4], 4, 8)}, 8),
     "a tensor of 2^62 elements": image_with({"__metadata__": meta(), "w": tensor("F32", [2**62], 0, 2**64)}, 8),
     "negative sizes": image_with({"__metadata__": meta(), **EXTRAS, "w": tensor("U8", [-2, -2], 8, 12)}, 12),
+    "an empty tensor of 2^70 columns": image_with(
+        {"__metadata__": meta(), "w": tensor("U8", [0, 2**70], 0, 0), **EXTRAS}, 8
+    ),
     "backward offsets": image_with({"__metadata__": meta(), **EXTRAS, "w": tensor("U8", [0], 8, 4)}, 8),
     "an unknown dtype": image_with({"__metadata__": meta(), **EXTRAS, "w": tensor("F3", [0], 8, 8)}, 8),
     "a box outside its tensor": image_with(

@@ -26,7 +26,7 @@ from everstep.types import ImageInfo, Piece, Place
 
 Image = tuple[ImageLayout, ImageInfo, memoryview]
 Pair = tuple[Tensor, Tensor]  # where to, and from where
-_Fresh = tuple[dict[Any, Any], Tensor, dict[str, Tensor], list[Pair]]
+_States = list[tuple[dict[Any, Any], Tensor, dict[str, Tensor]]]
 
 
 @dataclass(slots=True)
@@ -68,12 +68,12 @@ class Checkpoint:
         return found
 
     def state_names(self, prefix: str) -> dict[str, dict[str, str]]:
-        """The tensors of an optimizer's state: parameter -> key -> full name."""
+        """The tensors of an optimizer's state: parameter -> key -> full name, which several may have in common."""
         found: dict[str, dict[str, str]] = {}
-        for name in self.names():
+        for name, kept_as in [*((name, name) for name in self.names()), *self.info.aliases.items()]:
             if name.startswith(f"{prefix}.state."):
                 parameter, key = name.removeprefix(f"{prefix}.state.").rsplit(".", 1)
-                found.setdefault(parameter, {})[key] = name
+                found.setdefault(parameter, {})[key] = kept_as
         return found
 
     def scaler_state(self) -> dict[str, Any] | None:
@@ -216,15 +216,14 @@ def restore(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list
     """Copy into models, and give the optimizers their state, as far as it fits; how the program differs."""
     listing = subjects.listing()
     found = check(checkpoint, subjects, listing, strict=strict)
-    fresh = _fresh_states(checkpoint, subjects, listing)
-    of_states = chain.from_iterable(pairs for *_, pairs in fresh)
+    states, of_states = _states(checkpoint, subjects, listing)
     with _pinned(checkpoint, subjects):
         _copy([*_tensors_to_copy(checkpoint, subjects, listing), *of_states])
-    for states, parameter, state, _ in fresh:  # once they are filled
+    for holder, parameter, state in states:  # once they are filled
         if state:
-            states[parameter] = state
+            holder[parameter] = state
         else:
-            states.pop(parameter, None)  # made in steps that are taken back
+            holder.pop(parameter, None)  # made in steps that are taken back
     _restore_beside(checkpoint, subjects, listing.names)
     return found
 
@@ -238,30 +237,44 @@ def _pinned(checkpoint: Checkpoint, subjects: Subjects) -> AbstractContextManage
     return pinned_for(devices, (part for pieces in checkpoint.pieces.values() for _, part in pieces))
 
 
-def _fresh_states(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> list[_Fresh]:
-    """What optimizers are to hold: whose states, of which parameter, the tensors, and what to copy into them."""
+def _states(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> tuple[_States, list[Pair]]:
+    """What optimizers are to hold: who of which parameter which tensors; and what to copy into those that are new.
+
+    Where they hold such a tensor already it stays: a device may have no room for both.
+    """
     names, on_host = listing.names, set(checkpoint.info.on_host)
-    found: list[_Fresh] = []
+    there = {entry.name: entry.held for entry in listing.entries}
+    found: _States = []
+    pairs: list[Pair] = []
     for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         state_of, worker = checkpoint.state_names(prefix), stepping(optimizer)
+        if not state_of and not any(worker.state.values()):
+            continue
         known = {name for group in checkpoint.info.optimizers[index].groups for name in group}
         for parameter in (p for group in worker.param_groups for p in group["params"]):
             name = names[id(parameter)]
             saved = state_of.get(name, {}) if _fits(checkpoint, name, parameter) else {}
-            state: dict[str, Tensor] = {}
-            pairs: list[Pair] = []
-            for key, full in saved.items():
-                state[key], its_pairs = _like(checkpoint, full, parameter, full in on_host)
-                pairs += its_pairs
-            if state or name in known:
-                found.append((worker.state, parameter, state, pairs))
-    return found
+            for full in saved.values():
+                device = torch.device("cpu") if full in on_host else parameter.device
+                if not _is_alike(there.get(full), checkpoint.kind(full), device):
+                    there[full], its_pairs = _like(checkpoint, full, parameter, device)
+                    pairs += its_pairs
+            if saved or name in known:
+                found.append((worker.state, parameter, {key: there[full] for key, full in saved.items()}))
+    return found, pairs
+
+
+def _is_alike(tensor: Tensor | None, saved: Piece, device: torch.device) -> bool:
+    return (
+        tensor is not None and tensor.device == device
+        and tensor.shape == saved.shape and tensor.dtype == TORCH_DTYPES[saved.dtype]
+    )  # fmt: skip
 
 
 def _fits(checkpoint: Checkpoint, name: str, parameter: Tensor) -> bool:
-    """Not if it had another shape: then it was not loaded, and its state is of no use to it."""
+    """Not if it had another shape or dtype: then it was not loaded, and its state is of no use to it."""
     pieces = checkpoint.pieces.get(name)
-    return pieces is None or pieces[0][0].shape == tuple(parameter.shape)
+    return pieces is None or (pieces[0][0].shape, pieces[0][1].dtype) == (parameter.shape, parameter.dtype)
 
 
 @torch.no_grad()
@@ -305,11 +318,11 @@ def _tensors_to_copy(checkpoint: Checkpoint, subjects: Subjects, listing: Listin
     current = {entry.name: entry for entry in listing.entries}
     for name, pieces in checkpoint.pieces.items():
         entry = current.get(name)
-        whole = pieces[0][0]
-        if name.startswith("volatile.") and (entry is None or entry.shape != whole.shape):
-            _replace_buffer(subjects, name, checkpoint.tensor(name))
-        elif entry is not None and entry.shape == whole.shape and entry.tensor.dtype == pieces[0][1].dtype:
+        whole, part = pieces[0]
+        if entry is not None and entry.shape == whole.shape and entry.tensor.dtype == part.dtype:
             yield from _common(pieces, entry.tensor, entry.start)
+        elif name.startswith("volatile."):
+            _replace_buffer(subjects, name, checkpoint.tensor(name))
 
 
 def _copy(pairs: list[Pair]) -> None:
@@ -357,14 +370,10 @@ def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _like(checkpoint: Checkpoint, name: str, parameter: Tensor, on_host: bool) -> tuple[Tensor, Iterator[Pair]]:
-    """A state tensor where the optimizer had it, on the parameter's device and in its memory format, or on the host.
-
-    And what is to be copied into it.
-    """
+def _like(checkpoint: Checkpoint, name: str, parameter: Tensor, device: torch.device) -> tuple[Tensor, Iterator[Pair]]:
+    """A state tensor in the memory format of its parameter, and what is to be copied into it."""
     one = checkpoint.kind(name)
     shape, dtype = one.shape, TORCH_DTYPES[one.dtype]
-    device = torch.device("cpu") if on_host else parameter.device
     box = box_of(name, parameter) if shape == tuple(parameter.shape) else None
     if shape == tuple(parameter.shape):
         target = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False).detach()

@@ -187,28 +187,28 @@ def subjects_of(checkpoint: Checkpoint, places: dict[str, Place], program: Subje
     parameters: dict[str, nn.Parameter] = {}
     for name, place in places.items():
         parameters[name] = nn.Parameter(checkpoint.part(name, place).to(devices.get(name, "cpu")))
-        kind, _, rest = name.partition(".")
-        if kind == "extra":
+        whose, _, rest = name.partition(".")
+        if whose == "extra":
             key, _, rest = rest.partition(".")
-            kind = f"extra.{key}"
-        if kind != "optimizer":  # its own parameters are named by their place in it
-            models.setdefault(kind, nn.Module())._parameters[rest] = parameters[name]
+            whose = f"extra.{key}"
+        if whose != "optimizer":  # its own parameters are named by their place in it
+            models.setdefault(whose, nn.Module())._parameters[rest] = parameters[name]
     infos = checkpoint.info.optimizers
     optimizers: list[torch.optim.Optimizer] = []
+    made: dict[tuple[str, Place | None, str | torch.device], Tensor] = {}  # parameters may have one in common
     for i, (info, saved) in enumerate(zip(infos, checkpoint.extras["optimizers"], strict=True)):
         held = tuple(tuple(name for name in group if name in places) for group in info.groups)
         tensors = checkpoint.state_names(optimizer_name(i, len(infos)))
-        state = {
-            name: {
-                key: _state(checkpoint, full, name, places[name]).to(
-                    "cpu" if full in on_host else devices.get(name, "cpu")
-                )
-                for key, full in tensors.get(name, {}).items()
-            }
-            | saved["plain"].get(name, {})
-            for group in held
-            for name in group
-        }
+        state: dict[str, dict[str, object]] = {}
+        for name in (name for group in held for name in group):
+            state[name] = dict(saved["plain"].get(name, {}))
+            for key, full in tensors.get(name, {}).items():
+                rows = places[name] if _has_rows(checkpoint, full, places[name]) else None
+                kind = full, rows, "cpu" if full in on_host else devices.get(name, "cpu")
+                if kind not in made:
+                    value = checkpoint.tensor(full) if rows is None else checkpoint.part(full, rows)
+                    made[kind] = value.to(kind[2])
+                state[name][key] = made[kind]
         if program is None:
             mine = msgspec.structs.replace(info, groups=held)
             optimizers.append(_by_name(mine, parameters, saved["groups"], state))
@@ -216,7 +216,7 @@ def subjects_of(checkpoint: Checkpoint, places: dict[str, Place], program: Subje
             groups = {g: [parameters[name] for name in group] for g, group in enumerate(held)}
             known = {parameters[name]: values for name, values in state.items() if values}
             optimizers.append(over(stepping(program.optimizers[i]), groups, known))
-    extras = {kind.removeprefix("extra."): model for kind, model in models.items() if kind != "model"}
+    extras = {whose.removeprefix("extra."): model for whose, model in models.items() if whose != "model"}
     return Subjects(models=[models["model"]], optimizers=optimizers, modules=extras)
 
 
@@ -236,10 +236,9 @@ def _parameters(program: Subjects) -> Iterable[tuple[str, Tensor]]:
     return ((names[id(parameter)], parameter) for group in groups for parameter in group["params"])
 
 
-def _state(checkpoint: Checkpoint, full: str, name: str, place: Place) -> Tensor:
-    """State that goes with a parameter's rows has its place."""
-    has_place = place.shape and checkpoint.kind(full).shape == place.shape
-    return checkpoint.part(full, place) if has_place else checkpoint.tensor(full)
+def _has_rows(checkpoint: Checkpoint, full: str, place: Place) -> bool:
+    """Whether a state goes with those of its parameter."""
+    return bool(place.shape) and checkpoint.kind(full).shape == place.shape
 
 
 def differs_from(rebuilt: Rebuilt, base: Checkpoint) -> str | None:
