@@ -171,10 +171,8 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         if item is None:
             raise bad(f"{name} has unknown dtype {tensor.dtype}")
         extent, order = tensor.shape, meta.orders.get(name, msgspec.UNSET)
-        if begin != place or end - begin != math.prod(extent) * item or min(extent, default=0) < 0:
+        if begin != place or (end - begin) % item or not _has(extent, (end - begin) // item):
             raise bad(f"{name} claims bytes {begin} to {end} for shape {extent}")
-        if begin == end and math.prod(max(1, side) for side in extent) > _MOST_ELEMENTS:
-            raise bad(f"{name} is empty, and of a shape that no tensor has")
         place = end
         if order is not msgspec.UNSET:
             if order[:1] != (0,) or sorted(order) != list(range(len(extent))):
@@ -209,6 +207,13 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
         total_bytes=total_bytes,
     )
     return layout, meta.info
+
+
+def _has(extent: tuple[int, ...], elements: int) -> bool:
+    """Whether a tensor can have these sides, and has so many elements. Those of an empty one have bounds, too."""
+    if elements <= 0 and math.prod(max(1, side) for side in extent) > _MOST_ELEMENTS:
+        return False
+    return math.prod(extent) == elements and min(extent, default=0) >= 0
 
 
 def _lies_inside(part: Place) -> bool:
