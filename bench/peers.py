@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import everstep
 from everstep.capture.host import arena_root
 from everstep.keeper.client import keeper_pid
-from everstep.recover.assemble import restore, view
+from everstep.recover.assemble import view
 from everstep.recover.needs import Needs
+from everstep.recover.restore import restore
 from everstep.recover.survey import Sources
 from everstep.store.places import Places
 

@@ -34,7 +34,8 @@ keeper/         in a process of its own                 replica_process
 keeper/         and its end in the trainer              client arrival keeping
 # the road home: a byte returns
 recover/        which bytes a rank needs                needs
-recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain state load
+recover/        back to the same step on every rank     shelf survey plan assemble carry make_good chain load
+recover/        into the objects that go on             restore state
 recover/        by repeating what followed a base       gather replay resume export
 recover/        for people and tools who read          others reach times audit inquiry salvage records rebuild retrieve
 live/           without leaving the loop                line watch meeting presence replicas regroup course forward loop

@@ -32,7 +32,8 @@ NEWEST_FORMAT = STEPPED_FORMAT
 BLOCK = 4096
 CHUNK_BYTES = 4 << 20
 MAX_HEADER_BYTES = 256 << 20
-_MOST_ELEMENTS = 1 << 60  # in any tensor, were none of its sides empty
+_MOST_ELEMENTS = 1 << 60  # in any tensor, were none of its sides empty,
+_MOST_SIDES = 64
 EXTRAS = "everstep.extras"
 META = "everstep"
 
@@ -186,7 +187,7 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
             shape, start = box.shape, box.start
             if len(shape) != len(extent) or len(start) != len(extent):
                 raise bad(f"{name} is a box of another rank than its tensor")
-            if any(s < 0 or s + e > n for s, e, n in zip(start, extent, shape, strict=True)):
+            if not _is_bounded(shape) or any(s < 0 or s + e > n for s, e, n in zip(start, extent, shape, strict=True)):
                 raise bad(f"{name} is a box that leaves its tensor")
         pieces.append(
             Piece(
@@ -210,10 +211,13 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
 
 
 def _has(extent: tuple[int, ...], elements: int) -> bool:
-    """Whether a tensor can have these sides, and has so many elements. Those of an empty one have bounds, too."""
-    if elements <= 0 and math.prod(max(1, side) for side in extent) > _MOST_ELEMENTS:
-        return False
-    return math.prod(extent) == elements and min(extent, default=0) >= 0
+    """Whether a tensor can have these sides, and has so many elements."""
+    can_be = min(extent, default=0) >= 0 and (elements > 0 or _is_bounded(extent))
+    return can_be and len(extent) <= _MOST_SIDES and math.prod(extent) == elements
+
+
+def _is_bounded(shape: tuple[int, ...]) -> bool:
+    return len(shape) <= _MOST_SIDES and math.prod(max(1, side) for side in shape) <= _MOST_ELEMENTS
 
 
 def _lies_inside(part: Place) -> bool:

@@ -420,6 +420,12 @@ IMAGES: dict[str, bytes] = {
     "a box outside its tensor": image_with(
         {"__metadata__": meta(w={"shape": [4], "start": [3]}), **EXTRAS, "w": tensor("U8", [2], 8, 10)}, 10
     ),
+    "a box of a tensor of 2^70 columns": image_with(
+        {"__metadata__": meta(w={"shape": [0, 2**70], "start": [0, 0]}), "w": tensor("U8", [0, 5], 0, 0), **EXTRAS}, 8
+    ),
+    "a tensor of 100 dimensions": image_with(
+        {"__metadata__": meta(), "w": tensor("U8", [1] * 100, 0, 1), "everstep.extras": tensor("U8", [8], 1, 9)}, 9
+    ),
     "a box of other dimensions": image_with(
         {"__metadata__": meta(w={"shape": [4, 4], "start": [0, 0]}), **EXTRAS, "w": tensor("U8", [2], 8, 10)}, 10
     ),

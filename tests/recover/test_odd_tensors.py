@@ -165,22 +165,141 @@ def test_a_tensor_that_is_the_state_of_several_parameters_is_one_tensor_again(tm
     assert all(optimizer.state[p].get("own", p) is p for p in model.parameters())
 
 
-def test_what_had_another_dtype_is_not_loaded_and_neither_is_its_state(tmp_path: Path) -> None:
-    def life(dtype: torch.dtype, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+class Elementwise(torch.optim.Optimizer):
+    """Steps every element by itself, by a table that all parameters have."""
+
+    everstep_elementwise = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self._table = torch.tensor([0.1, 0.01])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(table=self._table, m=torch.zeros_like(parameter))
+                state["m"].mul_(0.9).add_(parameter.grad)
+                parameter -= state["table"][0] * state["m"]
+
+
+def test_steps_by_a_table_that_all_have_are_repeated_and_proven(tmp_path: Path) -> None:
+    def life() -> tuple[everstep.Run, torch.optim.Optimizer, nn.Module]:
         torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        optimizer = Elementwise(model.parameters())
+        tiers = [everstep.Memory(), everstep.Disk(every=1000)]
+        return (
+            everstep.guard(model, optimizer, dir=tmp_path, keeper="inline", strategy="log", tiers=tiers),
+            optimizer, model,
+        )  # fmt: skip
+
+    run, optimizer, model = life()
+    while run.step < 140:
+        step(model, optimizer)
+        run.done()
+    run.wait("durable")
+    run.give_up()
+    run, again, other = life()
+    try:
+        assert run.resumed_from == 140 and run.status()["strategy"] == "log"
+        assert len({id(state["table"]) for state in again.state.values()}) == 1
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+    finally:
+        run.give_up()
+
+
+class Eager(torch.optim.Optimizer):
+    """Has its state from the beginning, and other tensors in its place after every step."""
+
+    def __init__(self, parameters: Any, begin: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        super().__init__(parameters, {})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = begin(parameter)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                for power, key in enumerate(state, 1):
+                    state[key] = state[key] * 0.9 + parameter.grad**power
+                parameter -= 0.1 * state["m"]
+
+
+def two_views(parameter: Tensor) -> dict[str, Tensor]:
+    memory = torch.zeros_like(parameter)
+    return {"m": memory, "v": memory.view_as(memory)}
+
+
+def neighbours(parameter: Tensor) -> dict[str, Tensor]:
+    memory = torch.zeros(2, *parameter.shape)
+    return {"m": memory[0], "v": memory[1]}
+
+
+BEGIN: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
+    "expanded": lambda p: {"m": torch.zeros(()).expand_as(p)},
+    "two views of one memory": two_views,
+    "neighbours in one memory": neighbours,
+    "the parameter's own memory": lambda p: {"m": p.data},
+    "with holes": lambda p: {"m": torch.zeros(*p.shape, 2)[..., 0]},
+}
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+def test_state_that_others_have_a_part_in_is_not_filled_where_it_lies(begin: str, tmp_path: Path) -> None:
+    def life(steps: int, dir: Path) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        optimizer = Eager(model.parameters(), BEGIN[begin])
+        with everstep.guard(model, optimizer, dir=dir, keeper="inline", strategy="snapshot") as run:
+            while run.step < steps:
+                step(model, optimizer)
+                run.done()
+        return [*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())]
+
+    life(3, tmp_path / "halted")
+    halted, whole = life(5, tmp_path / "halted"), life(5, tmp_path / "whole")
+    assert all(torch.equal(*pair) for pair in zip(halted, whole, strict=True))
+
+
+def test_state_that_is_of_no_parameter_comes_back_though_no_parameter_has_any(tmp_path: Path) -> None:
+    def life() -> torch.optim.Optimizer:
         model = nn.Linear(2, 2)
-        model.weight.data = model.weight.data.to(dtype)
-        model.register_buffer("seen", torch.full((2,), 7, dtype=dtype), persistent=False)
-        optimizer = torch.optim.AdamW(model.parameters())
-        with everstep.guard(model, optimizer, dir=tmp_path, keeper="inline", **how) as run:
+        optimizer = Odd(model.parameters(), lambda state, parameter: None)
+        optimizer.state["seen"] = torch.zeros(4)
+        with everstep.guard(model, optimizer, dir=tmp_path, keeper="inline", strategy="snapshot") as run:
             if run.step == 0:
                 step(model, optimizer)
-                model.seen += 1
+                optimizer.state["seen"] = torch.ones(4)
                 run.done()
+        return optimizer
+
+    life()
+    assert torch.equal(life().state["seen"], torch.ones(4))
+
+
+class Rotated(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("rotation", torch.eye(2), persistent=False)
+        self.to(dtype)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda ps: Eager(ps, lambda p: {"m": torch.zeros_like(p)})])
+def test_what_has_another_dtype_now_is_left_as_it_is_with_its_state(make: Any, tmp_path: Path) -> None:
+    def life(dtype: torch.dtype, **how: Any) -> tuple[Rotated, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Rotated(dtype)
+        optimizer = make(model.parameters())
+        with everstep.guard(model, optimizer, dir=tmp_path, keeper="inline", strategy="snapshot", **how) as run:
+            step(model, optimizer)
+            run.done()
         return model, optimizer
 
-    first, _ = life(torch.float32)
+    life(torch.float32)
     model, optimizer = life(torch.bfloat16, strict=False)
-    assert set(optimizer.state) == {model.bias} and torch.equal(model.bias, first.bias)
-    assert torch.equal(model.seen, first.seen) and model.seen.dtype == torch.float32
-    step(model, optimizer)
+    assert {one.dtype for one in (*model.parameters(), *model.buffers())} == {torch.bfloat16}
+    floats = [value for p in model.parameters() for value in optimizer.state[p].values() if value.dim()]
+    assert floats and {value.dtype for value in floats} == {torch.bfloat16}

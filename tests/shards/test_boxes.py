@@ -22,7 +22,7 @@ from everstep.capture.shape import view_in
 from everstep.capture.sharded import Box, located, sharers_at
 from everstep.errors import Damaged
 from everstep.image import FORMAT, STEPPED_FORMAT, lay_out, parse
-from everstep.recover.assemble import _common, view
+from everstep.recover.assemble import common, view
 from everstep.recover.needs import Needs
 from everstep.store.manifest import _overlaps, uncovered
 from everstep.types import ImageInfo, Piece, Place
@@ -122,7 +122,7 @@ def test_what_a_rank_puts_together_is_its_part(data: st.DataObject) -> None:
         found = view(_only(images, needs), 1, needs)
         for name, (part, start) in wanted.items():
             local = torch.full_like(part, -1.0)
-            for target, source in _common(found.pieces.get(name, []), local, start):
+            for target, source in common(found.pieces.get(name, []), local, start):
                 target.copy_(source)
             assert torch.equal(local, part)
             assert found.kind(name).shape == tuple(tensors[name].shape)

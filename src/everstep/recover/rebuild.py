@@ -195,7 +195,7 @@ def subjects_of(checkpoint: Checkpoint, places: dict[str, Place], program: Subje
             models.setdefault(whose, nn.Module())._parameters[rest] = parameters[name]
     infos = checkpoint.info.optimizers
     optimizers: list[torch.optim.Optimizer] = []
-    made: dict[tuple[str, Place | None, str | torch.device], Tensor] = {}  # parameters may have one in common
+    made: dict[tuple[str, Place | None], Tensor] = {}  # parameters may have one in common
     for i, (info, saved) in enumerate(zip(infos, checkpoint.extras["optimizers"], strict=True)):
         held = tuple(tuple(name for name in group if name in places) for group in info.groups)
         tensors = checkpoint.state_names(optimizer_name(i, len(infos)))
@@ -204,11 +204,10 @@ def subjects_of(checkpoint: Checkpoint, places: dict[str, Place], program: Subje
             state[name] = dict(saved["plain"].get(name, {}))
             for key, full in tensors.get(name, {}).items():
                 rows = places[name] if _has_rows(checkpoint, full, places[name]) else None
-                kind = full, rows, "cpu" if full in on_host else devices.get(name, "cpu")
-                if kind not in made:
+                if (full, rows) not in made:
                     value = checkpoint.tensor(full) if rows is None else checkpoint.part(full, rows)
-                    made[kind] = value.to(kind[2])
-                state[name][key] = made[kind]
+                    made[full, rows] = value.to("cpu" if full in on_host else devices.get(name, "cpu"))
+                state[name][key] = made[full, rows]
         if program is None:
             mine = msgspec.structs.replace(info, groups=held)
             optimizers.append(_by_name(mine, parameters, saved["groups"], state))

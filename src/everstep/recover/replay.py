@@ -79,7 +79,7 @@ def as_many_threads(extras: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _independent(subjects: Subjects) -> list[int]:
-    """The optimizers whose rows can be taken apart: elementwise, and no other optimizer writes their parameters."""
+    """The optimizers whose rows can be taken apart: elementwise, and neither parameters nor states are of several."""
     holders: dict[int, int] = {}
     for optimizer in subjects.optimizers:
         for parameter in parameters_of(optimizer):
@@ -87,8 +87,17 @@ def _independent(subjects: Subjects) -> list[int]:
     return [
         i
         for i, optimizer in enumerate(subjects.optimizers)
-        if is_elementwise(stepping(optimizer)) and all(holders[id(p)] == 1 for p in parameters_of(optimizer))
+        if is_elementwise(stepping(optimizer))
+        and all(holders[id(p)] == 1 for p in parameters_of(optimizer))
+        and not _has_common_state(stepping(optimizer))
     ]
+
+
+def _has_common_state(optimizer: optim.Optimizer) -> bool:
+    """Whether parameters have one tensor in common as their state: a digest has it once."""
+    states = (state for key, state in optimizer.state.items() if isinstance(key, Tensor))
+    seen = [id(value) for state in states for value in state.values() if isinstance(value, Tensor)]
+    return len(seen) != len(set(seen))
 
 
 class Proof:

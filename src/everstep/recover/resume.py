@@ -15,11 +15,12 @@ from everstep.capture.position import Feed
 from everstep.capture.reserve import Reserve
 from everstep.errors import Diverged, Mismatch
 from everstep.events import Degraded, Rejected, Replayed, Sink
-from everstep.recover.assemble import Checkpoint, check
+from everstep.recover.assemble import Checkpoint
 from everstep.recover.load import Found, clear_attempt, find, note_attempt
 from everstep.recover.reach import in_a_line, passed_over
 from everstep.recover.rebuild import advanced
 from everstep.recover.replay import as_many_threads, replay
+from everstep.recover.restore import check
 from everstep.recover.state import State
 from everstep.recover.survey import Sources
 from everstep.timeline import Kind, Mark, unmarked

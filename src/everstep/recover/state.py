@@ -15,7 +15,8 @@ from everstep.capture.layout import COMPRESSOR, Subjects
 from everstep.capture.reductions import Reductions
 from everstep.capture.sharded import check_modules, check_optimizer, stepping
 from everstep.errors import BadConfig, Mismatch
-from everstep.recover.assemble import Checkpoint, apply_rest, restore
+from everstep.recover.assemble import Checkpoint
+from everstep.recover.restore import apply_rest, restore
 
 
 class State:
