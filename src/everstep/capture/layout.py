@@ -167,6 +167,11 @@ def optimizer_name(index: int, count: int) -> str:
     return _numbered("optimizer", index, count)
 
 
+def is_state(name: str) -> bool:
+    """Whether a tensor of this name is an optimizer's state of a parameter."""
+    return name.startswith("optimizer") and ".state." in name
+
+
 def _numbered(name: str, index: int, count: int) -> str:
     return name if count == 1 else f"{name}.{index}"
 

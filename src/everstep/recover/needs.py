@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from everstep.capture.layout import Subjects, optimizer_name
+from everstep.capture.layout import Subjects, is_state, optimizer_name
 from everstep.capture.sharded import is_zero, stepping
 from everstep.image import ImageLayout
 from everstep.types import ImageInfo, Piece, Place
@@ -61,7 +61,7 @@ class Needs:
             return False
         if self._parameters is None:
             self._parameters = {name for one in info.optimizers for group in one.groups for name in group}
-        return piece.name in self._parameters or (piece.name.startswith("optimizer") and ".state." in piece.name)
+        return piece.name in self._parameters or is_state(piece.name)
 
     def takes(self, piece: Piece, old_rank: int, old_world: int) -> bool:
         """Whether a piece in the image of an old rank is one of which this rank restores something."""
@@ -72,7 +72,7 @@ class Needs:
     def _rows(self, piece: Piece) -> slice | None:
         """The rows of a piece that lie in this rank's part; all where there are no parts; None if there are none."""
         name, state = piece.name, ""
-        if name.startswith("optimizer") and ".state." in name:
+        if is_state(name):
             state = name.rpartition(".")[0]
             name = state.partition(".state.")[2]
         if state in self._elsewhere:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everstep.capture.bits import same_bits
 from everstep.capture.form import tree_of_base
-from everstep.capture.layout import DTYPES, Subjects, optimizer_name
+from everstep.capture.layout import DTYPES, Subjects, is_state, optimizer_name
 from everstep.capture.sharded import stepping
 from everstep.capture.update import has_rows, over
 from everstep.capture.update import rebuild as by_name
@@ -162,9 +162,7 @@ class _Parts:
 
 def _parameter_of(name: str) -> str:
     """The parameter that a name is of, or of whose state."""
-    return (
-        name.partition(".state.")[2].rpartition(".")[0] if name.startswith("optimizer") and ".state." in name else name
-    )
+    return name.partition(".state.")[2].rpartition(".")[0] if is_state(name) else name
 
 
 def _piece(name: str, tensor: Tensor, place: Place | None) -> Piece:

@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.capture.layout import TORCH_DTYPES, Entry, Listing, Subjects, innermost, optimizer_name, type_name
+from everstep.capture.layout import (
+    TORCH_DTYPES,
+    Entry,
+    Listing,
+    Subjects,
+    innermost,
+    is_state,
+    optimizer_name,
+    type_name,
+)
 from everstep.capture.pinned import pinned_for
 from everstep.capture.sharded import box_of, local_of, stepping
 from everstep.errors import Damaged, Mismatch
@@ -49,7 +58,7 @@ def differences(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) ->
 
 def _is_model(name: str) -> bool:
     return name.startswith(("model.", "extra.")) or (
-        name.startswith("optimizer.") and ".params." in name and ".state." not in name
+        name.startswith("optimizer.") and ".params." in name and not is_state(name)
     )
 
 
@@ -67,7 +76,7 @@ def restore(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list
     listing = subjects.listing()
     found = check(checkpoint, subjects, listing, strict=strict)
     states = _states(checkpoint, subjects, listing)
-    entries = [entry for entry in listing.entries if not _is_state(entry.name) or entry.name in states.kept]
+    entries = [entry for entry in listing.entries if not is_state(entry.name) or entry.name in states.kept]
     with _pinned(checkpoint, subjects):
         _copy([*_tensors_to_copy(checkpoint, subjects, entries), *states.pairs])
     for holder, parameter, state in states.held:  # once they are filled
@@ -114,7 +123,7 @@ def _states(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> _St
             saved = state_of.get(name, {})
             for full in (full for full in saved.values() if full not in tensors):
                 device = torch.device("cpu") if full in on_host else parameter.device
-                entry = current.get(full) if full in apart or not _is_state(full) else None
+                entry = current.get(full) if full in apart or not is_state(full) else None
                 if entry is not None and _is_alike(entry.held, checkpoint.kind(full), device):
                     tensors[full] = entry.held
                     found.kept.add(full)
@@ -126,10 +135,6 @@ def _states(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> _St
     return found
 
 
-def _is_state(name: str) -> bool:
-    return name.startswith("optimizer") and ".state." in name
-
-
 def _is_alike(tensor: Tensor, saved: Piece, device: torch.device) -> bool:
     alike = tensor.shape == saved.shape and tensor.dtype == TORCH_DTYPES[saved.dtype]
     return alike and tensor.device == device
@@ -137,7 +142,7 @@ def _is_alike(tensor: Tensor, saved: Piece, device: torch.device) -> bool:
 
 def _apart(entries: list[Entry]) -> set[str]:
     """The names of states that can be filled without writing over anything: all their elements have places alone."""
-    if not any(_is_state(entry.name) for entry in entries):
+    if not any(is_state(entry.name) for entry in entries):
         return set()
     tensors = {entry.name: entry.tensor for entry in entries}
     found = {name for name, tensor in tensors.items() if not tensor.numel()}
