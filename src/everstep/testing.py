@@ -21,6 +21,7 @@ import xxhash
 
 from everstep.errors import BadConfig, TierFailed
 from everstep.image import CHUNK_BYTES
+from everstep.store.blocks import room_for
 from everstep.store.tier import Tier
 
 Maker = Callable[[Path], Tier]
@@ -34,6 +35,7 @@ def check_tier(make: Maker, *, walk: bool = True) -> None:
     """
     for check in (
         _a_blob_comes_back_as_it_was,
+        _every_chunk_is_shown_as_it_arrives,
         _checksums_are_those_of_the_chunks,
         _a_name_never_changes_its_content,
         _a_put_that_is_called_off_leaves_nothing,
@@ -76,6 +78,31 @@ def _a_blob_comes_back_as_it_was(make: Maker, folder: Path) -> None:
         assert tier.get(name) == _blob(size), f"{size} bytes came back changed"
         assert tier.size(name) == size, f"{size} bytes are listed as {tier.size(name)}"
         assert make(folder).get(name) == _blob(size), "another reader sees something else"
+
+
+def _every_chunk_is_shown_as_it_arrives(make: Maker, folder: Path) -> None:
+    tier, made, shown = make(folder), list[memoryview](), list[tuple[int, bytes]]()
+
+    def room(size: int) -> memoryview:
+        made.append(room_for(size))
+        return made[-1]
+
+    def refuse(offset: int, chunk: memoryview) -> None:
+        raise ValueError("no good")
+
+    for size in _sizes():
+        tier.put(f"blob-{size}", _blob(size))
+        shown.clear()
+        found = tier.get(f"blob-{size}", room=room, arrived=lambda at, chunk: shown.append((at, bytes(chunk))))
+        chunks = [(at, bytes(_blob(size)[at : at + CHUNK_BYTES])) for at in range(0, size, CHUNK_BYTES)]
+        assert sorted(shown) == chunks, f"of {size} bytes not every chunk was shown once, as it is"
+        assert not size or found.obj is made[-1].obj, "a blob was put elsewhere than into the memory given for it"
+        if size:
+            try:
+                tier.get(f"blob-{size}", arrived=refuse)
+            except ValueError:
+                continue
+            raise AssertionError("a get went on with a chunk that is no good")
 
 
 def _checksums_are_those_of_the_chunks(make: Maker, folder: Path) -> None:

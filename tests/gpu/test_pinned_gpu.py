@@ -11,8 +11,9 @@ from torch import nn
 
 import everstep
 from everstep.capture import pinned
-from everstep.capture.pinned import pin, pinned_for, unpin
+from everstep.capture.pinned import pin, pinned_for, pinned_while_filled, unpin
 from everstep.events import Degraded, Event
+from everstep.store.blocks import room_for
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import run_directory
@@ -47,6 +48,27 @@ def test_sources_are_pinned_only_while_they_are_copied(monkeypatch: pytest.Monke
         torch._foreach_copy_(targets, sources, non_blocking=True)
     assert [source.is_pinned() for source in sources[:3]] == [False, False, True]
     assert all(torch.equal(target.cpu(), source) for target, source in zip(targets, sources, strict=True))
+
+
+def test_memory_is_pinned_while_it_is_read_into_and_until_it_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_WORTH_BYTES", 2 << 20)
+    let_go: list[int] = []
+    unregister = pinned._unregister
+    monkeypatch.setattr(pinned, "_unregister", lambda *where: (let_go.append(where[0]), unregister(*where)))
+    with pinned_while_filled({torch.device("cuda", 0)}, room_for) as room:
+        large, small = room(8 << 20), room(1 << 20)
+        large[:] = bytes(range(256)) * (len(large) // 256)
+    tensor = torch.frombuffer(large, dtype=torch.uint8)
+    assert tensor.is_pinned() and not torch.frombuffer(small, dtype=torch.uint8).is_pinned()
+    assert torch.equal(tensor.to("cuda", non_blocking=True).cpu(), tensor)
+    begin = tensor.data_ptr()
+    del large, small
+    assert not let_go  # the tensor still looks into it
+    del tensor
+    assert let_go == [begin]
+    with pinned_while_filled({torch.device("cuda", 0)}, room_for) as room:  # maybe at the same address
+        assert room(8 << 20)
+    assert (torch.ones(8, device="cuda") + 1).sum().item() == 16
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
-from everstep.errors import EverstepError, NotEnoughSpace, TierFailed
+from everstep.errors import Damaged, EverstepError, NotEnoughSpace, TierFailed
 from everstep.image import CHUNK_BYTES
+from everstep.store.blocks import room_for
 from everstep.store.disk import DiskTier
+from everstep.store.manifest import data_name, read_data
 from everstep.store.memory import MemoryTier
-from everstep.store.tier import Passing, freely
+from everstep.store.tier import Arrived, Passing, Room, freely, unseen
 from everstep.testing import check_tier
+from everstep.types import Part
 
 
 @pytest.mark.parametrize("tier", [DiskTier, MemoryTier])
@@ -50,6 +53,32 @@ class KeepsWhatWasCalledOff(DiskTier):
         except Exception:
             super().put(name, data[:CHUNK_BYTES])
             raise
+
+
+class ShowsTheFirstChunkOnly(DiskTier):
+    """A tier whose readers would take bytes that nobody has checked: what the suite, and they, must notice."""
+
+    def get(self, name: str, *, room: Room = room_for, arrived: Arrived = unseen) -> memoryview:
+        whole = super().get(name, room=room)
+        if whole:
+            arrived(0, whole[:CHUNK_BYTES])
+        return whole
+
+
+def test_the_suite_notices_a_tier_that_does_not_show_all_chunks() -> None:
+    with pytest.raises(AssertionError, match="not every chunk was shown"):
+        check_tier(ShowsTheFirstChunkOnly)
+
+
+def test_bytes_that_a_tier_has_not_shown_are_not_taken_for_checked(tmp_path: Path) -> None:
+    data = memoryview(bytes(3 * CHUNK_BYTES))
+    part = Part(
+        format=1, run="0" * 32, step=3, rank=0, world=1, generation="a", bytes=len(data), chunk_bytes=CHUNK_BYTES,
+        chunks=DiskTier(tmp_path).put(data_name(3, 0), data), pieces=(), cut_time=0.0, torch="",
+    )  # fmt: skip
+    assert read_data(DiskTier(tmp_path), part) == data
+    with pytest.raises(Damaged, match="1 of 3 chunks were checked"):
+        read_data(ShowsTheFirstChunkOnly(tmp_path), part)
 
 
 def test_the_suite_notices_a_tier_that_keeps_what_was_called_off() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -11,11 +13,20 @@ import torch
 from torch import Tensor
 
 from everstep.capture.host import populate
+from everstep.capture.layout import Subjects
 from everstep.events import Degraded, Sink
 
 _WORTH_BYTES = 32 << 20  # less is copied as fast without
 _NEAR_BYTES = 1 << 20  # what lies closer together is pinned at once
 _PAGE = 4096
+Room = Callable[[int], memoryview]  # gives memory for so many bytes
+
+
+def cuda_devices(subjects: Subjects) -> set[torch.device]:
+    """Those that parameters lie on."""
+    parameters = [p for _, module in subjects.named_modules() for p in module.parameters()]
+    parameters += [p for optimizer in subjects.optimizers for group in optimizer.param_groups for p in group["params"]]
+    return {p.device for p in parameters if p.is_cuda}
 
 
 def pin(flats: list[Tensor], emit: Sink) -> bool:
@@ -36,6 +47,38 @@ def pin(flats: list[Tensor], emit: Sink) -> bool:
 def unpin(flats: list[Tensor]) -> None:
     for flat in flats:
         torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+
+
+@contextmanager
+def pinned_while_filled(devices: Collection[torch.device], make: Room) -> Iterator[Room]:
+    """Makes memory for what is read now and copied to devices later, and pins it meanwhile, until it is let go.
+
+    At the end all that was made is pinned, or cannot be. Whoever lets go of it has waited for the copies.
+    """
+    if not devices:
+        yield make
+        return
+    with ThreadPoolExecutor(1, "everstep-pin") as pool:
+
+        def room(size: int) -> memoryview:
+            made = make(size)
+            if size >= _WORTH_BYTES:
+                pool.submit(_pin_for_life, made, min(devices, key=str))
+            return made
+
+        yield room
+
+
+def _pin_for_life(room: memoryview, device: torch.device) -> None:
+    begin = np.frombuffer(room, np.uint8).ctypes.data
+    with torch.cuda.device(device):  # this thread would else begin with the first one, which may be somebody else's
+        if _register(begin, len(room)) == 0:
+            weakref.finalize(room.obj, _unregister, begin, device).atexit = False
+
+
+def _unregister(begin: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(begin)
 
 
 @contextmanager

@@ -315,7 +315,7 @@ def _measured(tier: DiskTier, what: str, watch: Callable[[int], None], patience_
         done += size_bytes
         watch(done)
 
-    data = memoryview(room_for(PROBE_BYTES))
+    data = room_for(PROBE_BYTES)
     for at in range(0, PROBE_BYTES, CHUNK_BYTES):
         data[at : at + 8] = at.to_bytes(8, "little")  # no two chunks alike, for those who would keep one of them
     try:

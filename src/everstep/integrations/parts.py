@@ -50,7 +50,7 @@ class NewPart:
         """`tree`: what is no tensor; its `step` is that of the base."""
         told = extras.encode(tree, "state")
         self._layout, self._info, self._step = image.lay_out(wanted, info, 8 + len(told)), info, tree["step"]
-        self._data = memoryview(room_for(self._layout.total_bytes))
+        self._data = room_for(self._layout.total_bytes)
         self._data[: len(self._layout.header)] = self._layout.header
         image.put_extras(self._layout, self._data, told)
         self._pieces = {piece.name: piece for piece in self._layout.pieces}

@@ -19,8 +19,9 @@ from everstep.image import CHUNK_BYTES
 from everstep.keeper.peer_server import Reply
 from everstep.keeper.peers import Answer, Ask, Peer
 from everstep.keeper.rounds import Orders, Report
+from everstep.store.blocks import room_for
 from everstep.store.disk import DiskTier, Incoming
-from everstep.store.tier import Passing, freely
+from everstep.store.tier import Arrived, Passing, Room, freely, unseen
 from everstep.types import Holding, ParityPart, Records, Survives, Traits
 
 # -- what is asked
@@ -241,10 +242,14 @@ class RemoteTier:
     def cut(self, name: str, length: int) -> None:
         self._ask("cut", name, length=length)
 
-    def get(self, name: str) -> memoryview:
-        whole = memoryview(bytearray(self.size(name)))
-        if self.read(name, 0, whole) < len(whole):
-            raise TierFailed(f"{name} became shorter while it was read")
+    def get(self, name: str, *, room: Room = room_for, arrived: Arrived = unseen) -> memoryview:
+        size = self.size(name)
+        whole = room(size)[:size]
+        for at in range(0, size, _PIECE_BYTES):
+            piece = whole[at : at + _PIECE_BYTES]
+            if self.read(name, at, piece) < len(piece):
+                raise TierFailed(f"{name} became shorter while it was read")
+            arrived(at, piece)
         return whole
 
     view = get

@@ -16,6 +16,8 @@ from everstep.recover.assemble import Image
 from everstep.recover.needs import Needs
 from everstep.recover.shelf import RecordImage
 from everstep.recover.survey import Sources
+from everstep.store.blocks import room_for
+from everstep.store.tier import Room
 from everstep.topology import Topology, broadcast, exchange
 from everstep.types import Gaps, Holding, ParityHolding, Records, Source
 
@@ -35,19 +37,19 @@ class Carrier:
         self._sources, self._place = sources, place
         self.took: dict[Source, tuple[int, float]] = {}  # bytes of images, and seconds
 
-    def image(self, holding: Holding, needs: Needs | None = None) -> Image:
+    def image(self, holding: Holding, needs: Needs | None = None, room: Room = room_for) -> Image:
         """All of an image, or of one that this rank reads by itself what it needs."""
         began = time.monotonic()
-        found = self._image(holding, needs)
+        found = self._image(holding, needs, room)
         size, seconds = self.took.get(holding.source, (0, 0.0))
         read = holding.bytes if self._is_carried(holding) else self._sources.fetched_bytes
         self.took[holding.source] = (size + read, seconds + time.monotonic() - began)
         return found
 
-    def _image(self, holding: Holding, needs: Needs | None) -> Image:
+    def _image(self, holding: Holding, needs: Needs | None, room: Room) -> Image:
         if not self._is_carried(holding):
-            return self._sources.fetch(holding, needs=needs)
-        _, (data,) = self._carry(holding, lambda: (b"", [self._sources.fetch(holding)[2]]))
+            return self._sources.fetch(holding, needs=needs, room=room)
+        _, (data,) = self._carry(holding, lambda: (b"", [self._sources.fetch(holding, room=room)[2]]))
         layout, info = image.parse(data, len(data), file=f"rank {holding.rank} of {holding.node}")
         return layout, info, data
 

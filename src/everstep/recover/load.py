@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from everstep.capture.layout import Subjects
+from everstep.capture.pinned import cuda_devices, pinned_while_filled
 from everstep.capture.reserve import Reserve
 from everstep.capture.stepped import places
 from everstep.errors import Damaged, EverstepError
@@ -27,7 +28,9 @@ from everstep.recover.make_good import rebuild_parts
 from everstep.recover.needs import Needs
 from everstep.recover.plan import leaving_out, make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
+from everstep.store.blocks import room_for
 from everstep.store.manifest import put_record
+from everstep.store.tier import Room
 from everstep.topology import Topology, exchange
 from everstep.types import Attempt, Holding, ParityHolding, Place, Plan, Records, Rejection, Survey
 
@@ -72,13 +75,15 @@ def find(
     """
     needs = Needs(subjects, topology.rank, topology.world)
     stepped = exchange(_digest(places(subjects) if subjects is not None else None), topology)
+    devices = cuda_devices(subjects) if subjects is not None else ()
+    with pinned_while_filled(devices, room_for) as room:
 
-    def fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
-        if reserve is not None:
-            _begin(reserve, plan, sources, topology)
-        return _fetch(needs, stepped, carrier, plan, rank)
+        def fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
+            if reserve is not None:
+                _begin(reserve, plan, sources, topology)
+            return _fetch(needs, stepped, carrier, plan, rank, room)
 
-    return search(sources, topology, emit, fetch, limit=limit)
+        return search(sources, topology, emit, fetch, limit=limit)
 
 
 def _begin(reserve: Reserve, plan: Plan, sources: Sources, topology: Topology) -> None:
@@ -144,7 +149,9 @@ def _repeats_in_place(chain: Chain, stepped: list[bytes]) -> bool:
     return {*old, *stepped} == {_digest(None)} and not (chain.had_own and len(old) > 1)
 
 
-def _fetch(needs: Needs, stepped: list[bytes], carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
+def _fetch(
+    needs: Needs, stepped: list[bytes], carrier: Carrier, plan: Plan, rank: int, room: Room
+) -> tuple[Found | None, Report]:
     """`stepped`: what the optimizers of each rank step now, as digests."""
     chain, bad_chain = None, Report([])
     try:
@@ -163,7 +170,7 @@ def _fetch(needs: Needs, stepped: list[bytes], carrier: Carrier, plan: Plan, ran
         if holding.source == "parity":
             continue
         try:
-            images[holding.rank] = carrier.image(holding, needs if in_place and not plan.parities else None)
+            images[holding.rank] = carrier.image(holding, needs if in_place and not plan.parities else None, room)
         except (EverstepError, OSError) as error:
             bad.append((holding, str(error)))
     bad_parities: list[tuple[ParityHolding, str]] = []

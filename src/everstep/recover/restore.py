@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from everstep.capture.layout import (
     optimizer_name,
     type_name,
 )
-from everstep.capture.pinned import pinned_for
+from everstep.capture.pinned import cuda_devices, pinned_for
 from everstep.capture.sharded import box_of, local_of, stepping
 from everstep.errors import Damaged, Mismatch
 from everstep.recover.assemble import Checkpoint, Pair, common, uncollected
@@ -89,12 +88,8 @@ def restore(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list
 
 
 def _pinned(checkpoint: Checkpoint, subjects: Subjects) -> AbstractContextManager[None]:
-    of_modules = (p for _, module in subjects.named_modules() for p in module.parameters())
-    of_optimizers = (
-        p for optimizer in subjects.optimizers for group in optimizer.param_groups for p in group["params"]
-    )
-    devices = {p.device for p in chain(of_modules, of_optimizers) if p.is_cuda}
-    return pinned_for(devices, (part for pieces in checkpoint.pieces.values() for _, part in pieces))
+    sources = (part for pieces in checkpoint.pieces.values() for _, part in pieces)
+    return pinned_for(cuda_devices(subjects), sources)
 
 
 @dataclass(slots=True)

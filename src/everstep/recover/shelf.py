@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import Damaged, EverstepError
 from everstep.image import ImageLayout
+from everstep.store.blocks import room_for
 from everstep.store.log import LogRead, log_folder, log_name, rank_of, read_log, scan, segments
 from everstep.store.manifest import (
     Ranges,
@@ -28,7 +29,7 @@ from everstep.store.manifest import (
     values_folder,
     values_steps,
 )
-from everstep.store.tier import Tier
+from everstep.store.tier import Room, Tier
 from everstep.types import (
     Commit,
     Gaps,
@@ -196,8 +197,8 @@ class Shelf:
 
     # -- and its bytes
 
-    def image(self, holding: Holding) -> memoryview:
-        return read_data(self.tier, self._manifest(holding))
+    def image(self, holding: Holding, room: Room = room_for) -> memoryview:
+        return read_data(self.tier, self._manifest(holding), room=room)
 
     def image_of(self, holding: Holding, ranges: Ranges) -> tuple[memoryview, int]:
         """As much of it as is needed, and how many bytes were read for it."""

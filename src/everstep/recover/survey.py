@@ -15,8 +15,10 @@ from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.client import inherited
 from everstep.recover.shelf import RecordImage, Shelf
+from everstep.store.blocks import room_for
 from everstep.store.manifest import Ranges, check_chunks, chunks_in, read_record
 from everstep.store.places import Places, guest_tier
+from everstep.store.tier import Room
 from everstep.topology import Topology, node_name
 from everstep.types import Attempt, Holding, ImageInfo, ParityHolding, Records, Rejection, Source, Survey
 
@@ -129,11 +131,11 @@ class Sources:
             return ()  # it only says what to offer last, and is written again by whoever loads
 
     def fetch(
-        self, holding: Holding, *, copy: bool = False, needs: Some | None = None
+        self, holding: Holding, *, copy: bool = False, needs: Some | None = None, room: Room = room_for
     ) -> tuple[image.ImageLayout, ImageInfo, memoryview]:
         """One part's image, every byte of it checked. `copy`: the owner may be alive and may overwrite it.
 
-        `needs`: only these bytes of it are read and checked.
+        `needs`: only these bytes of it are read and checked. `room`: for an image that is read as a whole.
         """
         file = f"{'arena of ' if holding.source == 'memory' else ''}rank {holding.rank}"
 
@@ -148,7 +150,7 @@ class Sources:
         elif some is not None:
             data, self.fetched_bytes = self.shelves[holding.source].image_of(holding, some)
         else:
-            data = self.shelves[holding.source].image(holding)
+            data = self.shelves[holding.source].image(holding, room)
         layout, info = image.parse(data, len(data), file=file)
         if (info.run, info.rank, info.world) != (self.run, holding.rank, holding.world):
             raise Damaged("the image belongs to another run or rank", step=holding.step, rank=holding.rank, file=file)

@@ -67,14 +67,16 @@ def whole_blocks(parts: Sequence[memoryview]) -> Iterator[memoryview]:
         yield room[:filled]
 
 
-def room_for(size: int) -> mmap.mmap:
+def room_for(size: int) -> memoryview:
     """Fresh memory of this process, in large pages where the system has them: small ones cost more than reading."""
+    if not size:
+        return memoryview(b"")  # nothing cannot be mapped
     room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         room.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
         pass  # this kernel has none, and small ones do
-    return room
+    return memoryview(room)
 
 
 def write_padded(descriptor: int, data: memoryview, offset: int) -> None:

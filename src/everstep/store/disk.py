@@ -24,10 +24,11 @@ import xxhash
 from everstep.errors import BadConfig, NotEnoughSpace, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, round_up
 from everstep.store.blocks import chunks, publish, read_all, room_for, whole_blocks, write_all, write_padded
-from everstep.store.tier import NAME, Passing, freely
+from everstep.store.tier import NAME, Arrived, Passing, Room, freely, unseen
 from everstep.types import Survives, Traits
 
-_THREADS = 4
+_THREADS = 4  # that write
+_READERS = 6  # some look at what has arrived while the others wait for the disk
 _TEMPORARY = ".tmp-"  # no blob is called so: names begin with a letter
 _SPARE_BYTES = 16 << 20  # never fill a disk to its last byte
 
@@ -200,23 +201,24 @@ class DiskTier:
 
     # -- reading
 
-    def get(self, name: str) -> memoryview:
+    def get(self, name: str, *, room: Room = room_for, arrived: Arrived = unseen) -> memoryview:
         path = self._path(name)
         size = self.size(name)
         with self._failing(f"reading {name}"):
             if size == 0:
                 return memoryview(b"")
-            buffer = memoryview(room_for(round_up(size, BLOCK)))
+            buffer = room(round_up(size, BLOCK))
             descriptor, direct = self._open_for_reading(path, size)
             try:
 
                 def read_chunk(offset: int) -> None:
                     end = min(offset + CHUNK_BYTES, round_up(size, BLOCK) if direct else size)
                     read_all(descriptor, buffer[offset:end], offset, size)
+                    arrived(offset, buffer[offset : min(end, size)])
 
                 offsets = range(0, size, CHUNK_BYTES)
                 if len(offsets) > 1:
-                    with ThreadPoolExecutor(_THREADS) as pool:
+                    with ThreadPoolExecutor(_READERS) as pool:
                         list(pool.map(read_chunk, offsets))
                 else:
                     read_chunk(0)

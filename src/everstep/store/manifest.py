@@ -19,7 +19,8 @@ import xxhash
 
 from everstep.errors import Damaged, NewerFormat
 from everstep.image import CHUNK_BYTES, FORMAT, NEWEST_FORMAT, header_bytes
-from everstep.store.tier import Tier
+from everstep.store.blocks import room_for
+from everstep.store.tier import Room, Tier
 from everstep.types import (
     Attempt,
     Commit,
@@ -223,8 +224,8 @@ def read_part(tier: Tier, commit: Commit, rank: int) -> Part:
     return part
 
 
-def read_data(tier: Tier, part: Part, folder: Folder = step_folder) -> memoryview:
-    """The image of one part, with every chunk checked."""
+def read_data(tier: Tier, part: Part, folder: Folder = step_folder, *, room: Room = room_for) -> memoryview:
+    """The image of one part, with every chunk checked as it comes."""
     file = data_name(part.step, part.rank, folder)
 
     def bad(reason: str, chunk: int | None = None) -> Damaged:
@@ -234,10 +235,11 @@ def read_data(tier: Tier, part: Part, folder: Folder = step_folder) -> memoryvie
         size = tier.size(file)
         if size != part.bytes:
             raise bad(f"{size} bytes instead of {part.bytes}")
-        image = tier.get(file)
+        checks = Checks(size, part.chunks, part.chunk_bytes, bad)
+        image = tier.get(file, room=room, arrived=checks.check)
     except FileNotFoundError:
         raise bad("the data is missing") from None
-    check_chunks(image, part.chunks, part.chunk_bytes, bad)
+    checks.finish(len(image))
     return image
 
 
@@ -284,23 +286,43 @@ def chunks_in(ranges: Iterable[tuple[int, int]]) -> list[int]:
     return sorted({chunk for some in found for chunk in some})
 
 
+class Checks:
+    """The chunks of an image against their checksums; `bad` makes the error from a reason and a chunk."""
+
+    def __init__(self, size: int, chunks: tuple[int, ...], chunk_bytes: int, bad: Callable[..., Damaged]) -> None:
+        if chunk_bytes != CHUNK_BYTES or len(chunks) != -(-size // chunk_bytes):
+            raise bad(f"{len(chunks)} checksums do not fit {size} bytes")
+        self._size, self._chunks, self._bad = size, chunks, bad
+        self._good: set[int] = set()
+
+    def check(self, offset: int, chunk: memoryview) -> None:
+        """Bytes that begin there. Threads may ask at once."""
+        index, beside = divmod(offset, CHUNK_BYTES)
+        if beside or len(chunk) != min(CHUNK_BYTES, self._size - offset):
+            raise self._bad(f"{len(chunk)} bytes from {offset} on are no chunk")
+        if xxhash.xxh3_64_intdigest(chunk) != self._chunks[index]:
+            raise self._bad("the bytes do not match their checksum", index)
+        self._good.add(index)
+
+    def finish(self, size: int) -> None:
+        """Whoever read it has shown all of it."""
+        if size != self._size or len(self._good) != len(self._chunks):
+            raise self._bad(f"{len(self._good)} of {len(self._chunks)} chunks were checked")
+
+
 def check_chunks(
     image: memoryview, chunks: tuple[int, ...], chunk_bytes: int, bad: Callable[..., Damaged],
     only: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """Compare an image, or some chunks of it, with its checksums; `bad` makes the error from a reason and a chunk."""
-    if chunk_bytes != CHUNK_BYTES or len(chunks) != -(-len(image) // chunk_bytes):
-        raise bad(f"{len(chunks)} checksums do not fit {len(image)} bytes")
+    """All of an image that is there, or some chunks of it."""
+    checks = Checks(len(image), chunks, chunk_bytes, bad)
 
-    def check(index: int) -> bool:
-        at = index * chunk_bytes
-        return bool(xxhash.xxh3_64_intdigest(image[at : at + chunk_bytes]) == chunks[index])
+    def check(index: int) -> None:
+        at = index * CHUNK_BYTES
+        checks.check(at, image[at : at + CHUNK_BYTES])
 
-    wanted = range(len(chunks)) if only is None else only
     with ThreadPoolExecutor(4) as pool:
-        for index, good in zip(wanted, pool.map(check, wanted), strict=True):
-            if not good:
-                raise bad("the bytes do not match their checksum", index)
+        list(pool.map(check, range(len(chunks)) if only is None else only))
 
 
 def uncovered(parts: Iterable[tuple[Piece, ...]]) -> str | None:

@@ -11,7 +11,6 @@ Objects do not grow. `append` makes a blob that stays as it is, and says no to o
 from __future__ import annotations
 
 import errno
-import mmap
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +23,9 @@ import xxhash
 
 from everstep.errors import BadConfig, TierFailed
 from everstep.image import CHUNK_BYTES, round_up
+from everstep.store.blocks import room_for
 from everstep.store.bucket import open_store, stay_in_one_process, translated
-from everstep.store.tier import NAME, Passing, freely
+from everstep.store.tier import NAME, Arrived, Passing, Room, freely, unseen
 from everstep.types import Survives, Traits
 
 # After bucket, which says what to do where it is missing.
@@ -124,12 +124,12 @@ class ObjectTier:
 
     # -- reading
 
-    def get(self, name: str) -> memoryview:
+    def get(self, name: str, *, room: Room = room_for, arrived: Arrived = unseen) -> memoryview:
         self._check(name)
         with self._failing(f"reading {name}"):
             key, size = self._find(name)
-            into = memoryview(mmap.mmap(-1, size)) if size else memoryview(b"")
-            self._fetch(key, 0, into)
+            into = room(size)[:size]
+            self._fetch(key, 0, into, arrived)
             return into
 
     def read(self, name: str, offset: int, into: memoryview) -> int:
@@ -173,13 +173,15 @@ class ObjectTier:
         found = _POINTER.fullmatch(bytes(obstore.get(self._store, name).bytes()))
         return found[1].decode() if found else ""
 
-    def _fetch(self, key: str, offset: int, into: memoryview) -> None:
+    def _fetch(self, key: str, offset: int, into: memoryview, arrived: Arrived = unseen) -> None:
         def fetch(at: int) -> None:
             end = min(at + _PART_BYTES, len(into))
             got = obstore.get_range(self._store, key, start=offset + at, length=end - at)
             if len(got) != end - at:
                 raise TierFailed(errno.EIO, f"{self.name}: {key} became shorter while it was read", self.url)
             into[at:end] = memoryview(got)
+            for begin in range(at, end, CHUNK_BYTES):
+                arrived(begin, into[begin : min(begin + CHUNK_BYTES, end)])
 
         offsets = range(0, len(into), _PART_BYTES)
         if len(offsets) > 1:

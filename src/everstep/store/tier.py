@@ -14,16 +14,23 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from everstep.store.blocks import room_for
 from everstep.types import Traits
 
 NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")  # what a blob may be called
 
 
 Passing = Callable[[int], None]  # called with the bytes of every chunk of a put, before it is written; it may wait
+Room = Callable[[int], memoryview]  # gives memory for so many bytes, which begins on a block
+Arrived = Callable[[int, memoryview], None]  # called with every chunk of a get, and where it begins, once it is there
 
 
 def freely(size_bytes: int) -> None:
     """As fast as the medium takes them."""
+
+
+def unseen(offset: int, chunk: memoryview) -> None:
+    """Nobody looks at it before all is there."""
 
 
 class Tier(Protocol):
@@ -50,8 +57,11 @@ class Tier(Protocol):
         A tier that does not append raises TierFailed instead of shortening.
         """
 
-    def get(self, name: str) -> memoryview:
-        """All of a blob, in memory of its own. FileNotFoundError if it is not there."""
+    def get(self, name: str, *, room: Room = room_for, arrived: Arrived = unseen) -> memoryview:
+        """All of a blob, in memory of its own. FileNotFoundError if it is not there.
+
+        `arrived` may be called by several threads at once, in any order. What it raises ends the get.
+        """
 
     def read(self, name: str, offset: int, into: memoryview) -> int:
         """Bytes of a blob from an offset on; returns how many there were. FileNotFoundError if it is not there."""
