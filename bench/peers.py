@@ -25,12 +25,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import everstep
 from everstep.capture.host import arena_root
+from everstep.capture.pinned import cuda_devices, pinned_while_filled
 from everstep.keeper.client import keeper_pid
 from everstep.recover.assemble import view
 from everstep.recover.needs import Needs
 from everstep.recover.restore import restore
 from everstep.recover.survey import Sources
+from everstep.store.blocks import room_for
 from everstep.store.places import Places
+from everstep.store.tier import Room
 
 warnings.filterwarnings("ignore", module="torch.distributed")
 warnings.filterwarnings("ignore", message=".*torch.distributed.*")
@@ -239,14 +242,16 @@ class Everstep(Saver):
         self.run.wait("durable")
 
     def restore(self, where: Path, source: str = "disk") -> None:
-        images = {0: self.fetch(source)}
-        restore(view(images, self.run.step, Needs(None, 0, 1)), self.run._state.subjects, strict=True)
+        subjects = self.run._state.subjects
+        with pinned_while_filled(cuda_devices(subjects), room_for) as room:
+            images = {0: self.fetch(source, room)}
+        restore(view(images, self.run.step, Needs(None, 0, 1)), subjects, strict=True)
 
-    def fetch(self, source: str = "disk") -> Any:
+    def fetch(self, source: str = "disk", room: Room = room_for) -> Any:
         """The newest checkpoint from the disk, every byte checked; or from memory."""
         sources = Sources(Places(directory=str(self.root / "run")), str(self.run.status()["run"]))
         holding = max((h for h in sources.survey().holdings if h.source == source), key=lambda h: h.step)
-        return sources.fetch(holding)
+        return sources.fetch(holding, room=room)
 
     def pids(self) -> list[int]:
         keeper = keeper_pid(str(self.run.status()["run"]))

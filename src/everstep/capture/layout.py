@@ -122,7 +122,7 @@ def _order(tensor: Tensor) -> tuple[int, ...] | msgspec.UnsetType:
 def shaped(elements: Tensor, piece: Piece) -> Tensor:
     """The elements of a piece, one after the other in memory, as the tensor that they are."""
     if piece.order is msgspec.UNSET:
-        return elements.view(piece.extent)
+        return elements if len(piece.extent) == 1 else elements.view(piece.extent)
     return elements.view(piece.stored).permute([piece.order.index(one) for one in range(len(piece.order))])
 
 

@@ -116,9 +116,9 @@ def view(images: dict[int, Image], step: int, needs: Needs) -> Checkpoint:
         checkpoint.positions = [_position(images[rank], step, rank) for rank in sorted(images)]
     first: dict[str, memoryview] = {}  # the bytes that the first rank has of what all must have alike
     for old_rank, (layout, info, data) in sorted(images.items()):
-        base = len(layout.header)
+        base, has_other_world = len(layout.header), needs.has_other_world(info)
         for piece, tensor in zip(layout.pieces, _tensors_in(layout, data), strict=True):
-            if needs.compares(piece, info):
+            if has_other_world and needs.compares(piece, info):
                 there = data[base + piece.offset : base + piece.offset + piece.length]
                 if first.setdefault(piece.name, there) != there:
                     checkpoint.unlike.append(piece.name)

@@ -67,7 +67,7 @@ class Needs:
         """Whether a piece in the image of an old rank is one of which this rank restores something."""
         if piece.private and old_rank != self.source(old_world):
             return False
-        return self._rows(piece) is not None
+        return not self.is_partial or self._rows(piece) is not None
 
     def _rows(self, piece: Piece) -> slice | None:
         """The rows of a piece that lie in this rank's part; all where there are no parts; None if there are none."""

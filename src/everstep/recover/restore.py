@@ -39,11 +39,11 @@ def differences(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) ->
     found = [f"missing in the program: {name} {was[name].shape}" for name in was if name not in now]
     found += [f"missing in the checkpoint: {name} {now[name].shape}" for name in now if name not in was]
     for name in sorted(was.keys() & now.keys()):
-        shape, dtype = was[name].shape, TORCH_DTYPES[was[name].dtype]
-        if shape != now[name].shape:
-            found.append(f"{name}: shape was {shape}, is {now[name].shape}")
-        if dtype != now[name].tensor.dtype:
-            found.append(f"{name}: dtype was {dtype}, is {now[name].tensor.dtype}")
+        piece, entry = was[name], now[name]
+        if piece.shape != entry.shape:
+            found.append(f"{name}: shape was {piece.shape}, is {entry.shape}")
+        if TORCH_DTYPES[piece.dtype] != entry.tensor.dtype:
+            found.append(f"{name}: dtype was {TORCH_DTYPES[piece.dtype]}, is {entry.tensor.dtype}")
     before, after = checkpoint.info.optimizers, subjects.optimizer_infos(listing.names)
     if not before:
         return found  # it was brought from elsewhere, without any
