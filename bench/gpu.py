@@ -30,7 +30,7 @@ import torch
 from common import Report, machine
 from gpu_all import bench_all, write_all_again
 from gpu_exact import EXACT, bench_exact, exact_child, exact_report
-from gpu_frequency import MODELS_S, bench_frequency, frequency_report
+from gpu_frequency import LONGEST_S, MODELS_S, bench_frequency, frequency_report
 from gpu_merge import Entry, add_origins, earlier, has_failed, is_there, merge
 from gpu_models import CASES
 from gpu_paced import bench_paced, paced_report
@@ -104,6 +104,7 @@ def run_part(name: str, given: argparse.Namespace) -> bool:
         print(f"{name}: all of it was found well since {given.since}")
         return True
     words = [f"--{option} {value!r}" for option in ("only", "method") if (value := getattr(given, option))]
+    words += [f"--longest {given.longest:g}"] if part.has_methods and given.longest != LONGEST_S else []
     command = " ".join(["python bench/gpu.py", name, *words])
     here = machine()
     where = {key: value for key, value in here.items() if key in ("gpu", "cpu", "torch")}
@@ -145,7 +146,9 @@ def main() -> None:
     parser.add_argument("part", nargs="+", choices=[*PARTS, "all"])
     parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}")
     parser.add_argument("--method", default="", help="frequency: how names of methods begin, with ; between")
-    parser.add_argument("--longest", type=float, default=6.0, help="frequency: seconds of training between two saves")
+    parser.add_argument(
+        "--longest", type=float, default=LONGEST_S, help="frequency: seconds of training between two saves"
+    )
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no new measurement begins")
     parser.add_argument("--since", default="", help="a date as in the tables, or a day: what is there since then stays")
     parser.add_argument("--out", type=Path, default=None, help="where tables are, and where those of earlier calls lie")

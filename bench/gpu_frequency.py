@@ -35,7 +35,9 @@ PAIRED_S = 1.5  # a block that has to be longer than this is the only one
 RUNS = 6  # of one method on one model, at most
 CELL_S, LARGE_CELL_S = 10.0, 20.0  # of runs, after which a method gets no further one on a model,
 LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
-# What was measured least comes first. Each has its time, and what it leaves of that is left to the others.
+LONGEST_S = 6.0  # of training between two saves, unless told
+# What was measured least comes first. Each has its time, more of it if intervals may be longer, and what it leaves of
+# that is left to the others.
 MODELS_S = {
     "gpt2-xl": 340.0, "bert": 150.0, "gpt2": 160.0, "resnet18": 75.0, "vgg16": 90.0, "inception": 75.0, "alexnet": 75.0
 }  # fmt: skip
@@ -184,7 +186,7 @@ def bench_frequency(
     def one(name: str) -> Iterator[dict[str, Any]]:
         if time.monotonic() > deadline:
             raise TimeoutError("no time was left for it")
-        end = min(deadline, time.monotonic() + MODELS_S[name])
+        end = min(deadline, time.monotonic() + MODELS_S[name] * max(1.0, longest_s / LONGEST_S))
         case = make_case(name)
         torch.backends.cudnn.benchmark = True
         step_s = step_seconds(case)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import everstep
 from everstep.capture.host import arena_root
-from everstep.capture.pinned import cuda_devices, pinned_while_filled
+from everstep.capture.pinned import cuda_devices, pinned_until_let_go
 from everstep.keeper.client import keeper_pid
 from everstep.recover.assemble import view
 from everstep.recover.needs import Needs
@@ -33,7 +33,7 @@ from everstep.recover.restore import restore
 from everstep.recover.survey import Sources
 from everstep.store.blocks import room_for
 from everstep.store.places import Places
-from everstep.store.tier import Room
+from everstep.types import Room
 
 warnings.filterwarnings("ignore", module="torch.distributed")
 warnings.filterwarnings("ignore", message=".*torch.distributed.*")
@@ -243,7 +243,7 @@ class Everstep(Saver):
 
     def restore(self, where: Path, source: str = "disk") -> None:
         subjects = self.run._state.subjects
-        with pinned_while_filled(cuda_devices(subjects), room_for) as room:
+        with pinned_until_let_go(cuda_devices(subjects), room_for) as room:
             images = {0: self.fetch(source, room)}
         restore(view(images, self.run.step, Needs(None, 0, 1)), subjects, strict=True)
 

@@ -6,6 +6,7 @@ Each is frozen, and each that reaches a medium is a msgspec struct, so that its 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=10**5)]
 World = Annotated[int, msgspec.Meta(ge=1, le=10**5)]
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Length = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
+
+Room = Callable[[int], memoryview]  # gives memory for at least so many bytes, which begins on a block
 
 # Of a frame: the ranges that are kept as gaps between rising integers: where, bytes of an integer, bytes of the gaps.
 Gaps = tuple[tuple[Offset, Literal[4, 8], Length], ...]

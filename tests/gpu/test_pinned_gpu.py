@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import everstep
 from everstep.capture import pinned
-from everstep.capture.pinned import pin, pinned_for, pinned_while_filled, unpin
+from everstep.capture.pinned import pin, pinned_for, pinned_until_let_go, unpin
 from everstep.events import Degraded, Event
 from everstep.store.blocks import room_for
 
@@ -54,8 +55,14 @@ def test_memory_is_pinned_while_it_is_read_into_and_until_it_is_let_go(monkeypat
     monkeypatch.setattr(pinned, "_WORTH_BYTES", 2 << 20)
     let_go: list[int] = []
     unregister = pinned._unregister
-    monkeypatch.setattr(pinned, "_unregister", lambda *where: (let_go.append(where[0]), unregister(*where)))
-    with pinned_while_filled({torch.device("cuda", 0)}, room_for) as room:
+
+    def watched(begin: int, device: torch.device) -> None:
+        ctypes.string_at(begin, 8)  # is still there
+        let_go.append(begin)
+        unregister(begin, device)
+
+    monkeypatch.setattr(pinned, "_unregister", watched)
+    with pinned_until_let_go({torch.device("cuda", 0)}, room_for) as room:
         large, small = room(8 << 20), room(1 << 20)
         large[:] = bytes(range(256)) * (len(large) // 256)
     tensor = torch.frombuffer(large, dtype=torch.uint8)
@@ -66,8 +73,9 @@ def test_memory_is_pinned_while_it_is_read_into_and_until_it_is_let_go(monkeypat
     assert not let_go  # the tensor still looks into it
     del tensor
     assert let_go == [begin]
-    with pinned_while_filled({torch.device("cuda", 0)}, room_for) as room:  # maybe at the same address
-        assert room(8 << 20)
+    with pinned_until_let_go({torch.device("cuda", 0)}, room_for) as room:  # maybe at the same address
+        again = room(8 << 20)
+    assert torch.frombuffer(again, dtype=torch.uint8).is_pinned()
     assert (torch.ones(8, device="cuda") + 1).sum().item() == 16
 
 

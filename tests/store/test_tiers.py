@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from everstep.store.blocks import room_for
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import data_name, read_data
 from everstep.store.memory import MemoryTier
-from everstep.store.tier import Arrived, Passing, Room, freely, unseen
+from everstep.store.tier import Arrived, Passing, freely, unseen
 from everstep.testing import check_tier
-from everstep.types import Part
+from everstep.types import Part, Room
 
 
 @pytest.mark.parametrize("tier", [DiskTier, MemoryTier])
@@ -65,9 +66,38 @@ class ShowsTheFirstChunkOnly(DiskTier):
         return whole
 
 
-def test_the_suite_notices_a_tier_that_does_not_show_all_chunks() -> None:
-    with pytest.raises(AssertionError, match="not every chunk was shown"):
-        check_tier(ShowsTheFirstChunkOnly)
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named_with_its_tier(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path)
+    tier.put("blob", memoryview(bytes(40 * CHUNK_BYTES)))
+    with pytest.raises(TierFailed, match="disk failed reading blob: the file became shorter"):
+        tier.get("blob", arrived=lambda offset, chunk: os.truncate(tmp_path / "blob", CHUNK_BYTES))
+
+
+class TakesMemoryOfItsOwn(DiskTier):
+    def get(self, name: str, *, room: Room = room_for, arrived: Arrived = unseen) -> memoryview:
+        return super().get(name, arrived=arrived)
+
+
+class GoesOnWithWhatIsNoGood(DiskTier):
+    def get(self, name: str, *, room: Room = room_for, arrived: Arrived = unseen) -> memoryview:
+        def forgiving(offset: int, chunk: memoryview) -> None:
+            with suppress(ValueError):
+                arrived(offset, chunk)
+
+        return super().get(name, room=room, arrived=forgiving)
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        (ShowsTheFirstChunkOnly, "not every chunk was shown"),
+        (TakesMemoryOfItsOwn, "elsewhere than into the memory given"),
+        (GoesOnWithWhatIsNoGood, "went on with a chunk that is no good"),
+    ],
+)
+def test_the_suite_notices_a_tier_whose_reads_cannot_be_checked(tier: type[DiskTier], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check_tier(tier)
 
 
 def test_bytes_that_a_tier_has_not_shown_are_not_taken_for_checked(tmp_path: Path) -> None:

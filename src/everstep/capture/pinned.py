@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from everstep.capture.host import populate
 from everstep.capture.layout import Subjects
 from everstep.events import Degraded, Sink
+from everstep.types import Room
 
 _WORTH_BYTES = 32 << 20  # less is copied as fast without
 _NEAR_BYTES = 1 << 20  # what lies closer together is pinned at once
 _PAGE = 4096
-Room = Callable[[int], memoryview]  # gives memory for so many bytes
 
 
 def cuda_devices(subjects: Subjects) -> set[torch.device]:
@@ -50,30 +51,39 @@ def unpin(flats: list[Tensor]) -> None:
 
 
 @contextmanager
-def pinned_while_filled(devices: Collection[torch.device], make: Room) -> Iterator[Room]:
-    """Makes memory for what is read now and copied to devices later, and pins it meanwhile, until it is let go.
+def pinned_until_let_go(devices: Collection[torch.device], make: Room) -> Iterator[Room]:
+    """Makes memory for what is read now and copied to devices later, and pins it while it is filled.
 
     At the end all that was made is pinned, or cannot be. Whoever lets go of it has waited for the copies.
     """
     if not devices:
         yield make
         return
+    device, pinning = min(devices, key=str), list[Future[None]]()
     with ThreadPoolExecutor(1, "everstep-pin") as pool:
 
+        def finish() -> None:
+            while pinning:
+                pinning.pop().result()
+
         def room(size: int) -> memoryview:
-            made = make(size)
-            if size >= _WORTH_BYTES:
-                pool.submit(_pin_for_life, made, min(devices, key=str))
-            return made
+            finish()  # which holds the room before this one, though that may have been of no use
+            if size < _WORTH_BYTES:
+                return make(size)
+            made = np.frombuffer(make(size), np.uint8)
+            pinning.append(pool.submit(_pin_for_life, made, device))
+            return made.data
 
         yield room
+        finish()
 
 
-def _pin_for_life(room: memoryview, device: torch.device) -> None:
-    begin = np.frombuffer(room, np.uint8).ctypes.data
+def _pin_for_life(room: npt.NDArray[np.uint8], device: torch.device) -> None:
+    """Of an array, which calls its finalizers while its memory is still there: a mapping does so when it is gone."""
+    begin = room.ctypes.data
     with torch.cuda.device(device):  # this thread would else begin with the first one, which may be somebody else's
-        if _register(begin, len(room)) == 0:
-            weakref.finalize(room.obj, _unregister, begin, device).atexit = False
+        if _register(begin, room.nbytes) == 0:
+            weakref.finalize(room, _unregister, begin, device).atexit = False
 
 
 def _unregister(begin: int, device: torch.device) -> None:

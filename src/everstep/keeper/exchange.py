@@ -21,8 +21,8 @@ from everstep.keeper.peers import Answer, Ask, Peer
 from everstep.keeper.rounds import Orders, Report
 from everstep.store.blocks import room_for
 from everstep.store.disk import DiskTier, Incoming
-from everstep.store.tier import Arrived, Passing, Room, freely, unseen
-from everstep.types import Holding, ParityPart, Records, Survives, Traits
+from everstep.store.tier import Arrived, Passing, freely, unseen
+from everstep.types import Holding, ParityPart, Records, Room, Survives, Traits
 
 # -- what is asked
 
@@ -248,11 +248,12 @@ class RemoteTier:
         for at in range(0, size, _PIECE_BYTES):
             piece = whole[at : at + _PIECE_BYTES]
             if self.read(name, at, piece) < len(piece):
-                raise TierFailed(f"{name} became shorter while it was read")
+                raise TierFailed(f"{self.name}: {name} became shorter while it was read")
             arrived(at, piece)
         return whole
 
-    view = get
+    def view(self, name: str) -> memoryview:
+        return self.get(name).toreadonly()
 
     def read(self, name: str, offset: int, into: memoryview) -> int:
         at = 0

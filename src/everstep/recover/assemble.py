@@ -118,7 +118,7 @@ def view(images: dict[int, Image], step: int, needs: Needs) -> Checkpoint:
     for old_rank, (layout, info, data) in sorted(images.items()):
         base, has_other_world = len(layout.header), needs.has_other_world(info)
         for piece, tensor in zip(layout.pieces, _tensors_in(layout, data), strict=True):
-            if has_other_world and needs.compares(piece, info):
+            if has_other_world and needs.compares(piece, info):  # the first is so of all, and there may be many
                 there = data[base + piece.offset : base + piece.offset + piece.length]
                 if first.setdefault(piece.name, there) != there:
                     checkpoint.unlike.append(piece.name)

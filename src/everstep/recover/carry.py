@@ -17,9 +17,8 @@ from everstep.recover.needs import Needs
 from everstep.recover.shelf import RecordImage
 from everstep.recover.survey import Sources
 from everstep.store.blocks import room_for
-from everstep.store.tier import Room
 from everstep.topology import Topology, broadcast, exchange
-from everstep.types import Gaps, Holding, ParityHolding, Records, Source
+from everstep.types import Gaps, Holding, ParityHolding, Records, Room, Source
 
 
 class _Word(msgspec.Struct):

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from everstep.capture.layout import Subjects
-from everstep.capture.pinned import cuda_devices, pinned_while_filled
+from everstep.capture.pinned import cuda_devices, pinned_until_let_go
 from everstep.capture.reserve import Reserve
 from everstep.capture.stepped import places
 from everstep.errors import Damaged, EverstepError
@@ -30,9 +30,8 @@ from everstep.recover.plan import leaving_out, make_plan, merge, up_to, without
 from everstep.recover.survey import ATTEMPTS, Sources
 from everstep.store.blocks import room_for
 from everstep.store.manifest import put_record
-from everstep.store.tier import Room
 from everstep.topology import Topology, exchange
-from everstep.types import Attempt, Holding, ParityHolding, Place, Plan, Records, Rejection, Survey
+from everstep.types import Attempt, Holding, ParityHolding, Place, Plan, Records, Rejection, Room, Survey
 
 
 class Report(msgspec.Struct):
@@ -76,7 +75,7 @@ def find(
     needs = Needs(subjects, topology.rank, topology.world)
     stepped = exchange(_digest(places(subjects) if subjects is not None else None), topology)
     devices = cuda_devices(subjects) if subjects is not None else ()
-    with pinned_while_filled(devices, room_for) as room:
+    with pinned_until_let_go(devices, room_for) as room:
 
         def fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
             if reserve is not None:

@@ -29,7 +29,7 @@ from everstep.store.manifest import (
     values_folder,
     values_steps,
 )
-from everstep.store.tier import Room, Tier
+from everstep.store.tier import Tier
 from everstep.types import (
     Commit,
     Gaps,
@@ -41,6 +41,7 @@ from everstep.types import (
     Piece,
     Records,
     Rejection,
+    Room,
     Source,
 )
 

@@ -18,9 +18,8 @@ from everstep.recover.shelf import RecordImage, Shelf
 from everstep.store.blocks import room_for
 from everstep.store.manifest import Ranges, check_chunks, chunks_in, read_record
 from everstep.store.places import Places, guest_tier
-from everstep.store.tier import Room
 from everstep.topology import Topology, node_name
-from everstep.types import Attempt, Holding, ImageInfo, ParityHolding, Records, Rejection, Source, Survey
+from everstep.types import Attempt, Holding, ImageInfo, ParityHolding, Records, Rejection, Room, Source, Survey
 
 if TYPE_CHECKING:
     from everstep.recover.needs import Some

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from everstep.errors import TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, round_up
 
 _STRAIGHT_BYTES = 256 << 10  # what is shorter is gathered: a copy costs less than a write of its own
@@ -94,5 +93,5 @@ def read_all(descriptor: int, into: memoryview, offset: int, size: int) -> None:
     while into and offset < size:
         count = os.preadv(descriptor, [into], offset)
         if count == 0:
-            raise TierFailed(errno.EIO, "the file became shorter while it was read")
+            raise OSError(errno.EIO, "the file became shorter while it was read")
         into, offset = into[count:], offset + count

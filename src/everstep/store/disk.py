@@ -24,8 +24,8 @@ import xxhash
 from everstep.errors import BadConfig, NotEnoughSpace, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, round_up
 from everstep.store.blocks import chunks, publish, read_all, room_for, whole_blocks, write_all, write_padded
-from everstep.store.tier import NAME, Arrived, Passing, Room, freely, unseen
-from everstep.types import Survives, Traits
+from everstep.store.tier import NAME, Arrived, Passing, freely, unseen
+from everstep.types import Room, Survives, Traits
 
 _THREADS = 4  # that write
 _READERS = 6  # some look at what has arrived while the others wait for the disk

@@ -20,7 +20,7 @@ import xxhash
 from everstep.errors import Damaged, NewerFormat
 from everstep.image import CHUNK_BYTES, FORMAT, NEWEST_FORMAT, header_bytes
 from everstep.store.blocks import room_for
-from everstep.store.tier import Room, Tier
+from everstep.store.tier import Tier
 from everstep.types import (
     Attempt,
     Commit,
@@ -29,6 +29,7 @@ from everstep.types import (
     ParityRecord,
     Part,
     Piece,
+    Room,
     RunRecord,
     TiersRecord,
     learnt,
@@ -296,17 +297,19 @@ class Checks:
         self._good: set[int] = set()
 
     def check(self, offset: int, chunk: memoryview) -> None:
-        """Bytes that begin there. Threads may ask at once."""
+        """One chunk, which begins at `offset`. Threads may ask at once."""
         index, beside = divmod(offset, CHUNK_BYTES)
-        if beside or len(chunk) != min(CHUNK_BYTES, self._size - offset):
+        if beside or not chunk or len(chunk) != min(CHUNK_BYTES, self._size - offset):
             raise self._bad(f"{len(chunk)} bytes from {offset} on are no chunk")
         if xxhash.xxh3_64_intdigest(chunk) != self._chunks[index]:
             raise self._bad("the bytes do not match their checksum", index)
         self._good.add(index)
 
     def finish(self, size: int) -> None:
-        """Whoever read it has shown all of it."""
-        if size != self._size or len(self._good) != len(self._chunks):
+        """Whether an image of so many bytes is all that was checked."""
+        if size != self._size:
+            raise self._bad(f"{size} bytes instead of {self._size}")
+        if len(self._good) != len(self._chunks):
             raise self._bad(f"{len(self._good)} of {len(self._chunks)} chunks were checked")
 
 

@@ -25,8 +25,8 @@ from everstep.errors import BadConfig, TierFailed
 from everstep.image import CHUNK_BYTES, round_up
 from everstep.store.blocks import room_for
 from everstep.store.bucket import open_store, stay_in_one_process, translated
-from everstep.store.tier import NAME, Arrived, Passing, Room, freely, unseen
-from everstep.types import Survives, Traits
+from everstep.store.tier import NAME, Arrived, Passing, freely, unseen
+from everstep.types import Room, Survives, Traits
 
 # After bucket, which says what to do where it is missing.
 import obstore  # isort: skip

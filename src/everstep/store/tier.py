@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from everstep.store.blocks import room_for
-from everstep.types import Traits
+from everstep.types import Room, Traits
 
 NAME = re.compile(r"(?:[a-z][a-z0-9-]*/)?[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)?")  # what a blob may be called
 
 
 Passing = Callable[[int], None]  # called with the bytes of every chunk of a put, before it is written; it may wait
-Room = Callable[[int], memoryview]  # gives memory for so many bytes, which begins on a block
 Arrived = Callable[[int, memoryview], None]  # called with every chunk of a get, and where it begins, once it is there
 
 
@@ -60,7 +59,8 @@ class Tier(Protocol):
     def get(self, name: str, *, room: Room = room_for, arrived: Arrived = unseen) -> memoryview:
         """All of a blob, in memory of its own. FileNotFoundError if it is not there.
 
-        `arrived` may be called by several threads at once, in any order. What it raises ends the get.
+        `room` makes that memory. `arrived` may be called by several threads at once, in any order. What it raises
+        ends the get.
         """
 
     def read(self, name: str, offset: int, into: memoryview) -> int:
