@@ -56,10 +56,10 @@ def test_memory_is_pinned_while_it_is_read_into_and_until_it_is_let_go(monkeypat
     let_go: list[int] = []
     unregister = pinned._unregister
 
-    def watched(begin: int, device: torch.device) -> None:
-        ctypes.string_at(begin, 8)  # is still there
+    def watched(begin: int, device: torch.device, memory: memoryview) -> None:
+        ctypes.string_at(begin, 8 << 20)  # is still there
         let_go.append(begin)
-        unregister(begin, device)
+        unregister(begin, device, memory)
 
     monkeypatch.setattr(pinned, "_unregister", watched)
     with pinned_until_let_go({torch.device("cuda", 0)}, room_for) as room:

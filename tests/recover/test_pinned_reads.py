@@ -40,7 +40,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         now[begin] = size
         return 0
 
-    def unregister(begin: int, device: torch.device) -> None:
+    def unregister(begin: int, device: torch.device, memory: memoryview) -> None:
         ctypes.string_at(begin, now.pop(begin))  # ends the process if it is not mapped any more
 
     monkeypatch.setattr(pinned, "_register", register)

@@ -70,23 +70,25 @@ def pinned_until_let_go(devices: Collection[torch.device], make: Room) -> Iterat
             finish()  # which holds the room before this one, though that may have been of no use
             if size < _WORTH_BYTES:
                 return make(size)
-            made = np.frombuffer(make(size), np.uint8)
-            pinning.append(pool.submit(_pin_for_life, made, device))
-            return made.data
+            memory = make(size)
+            shown = np.frombuffer(memory, np.uint8)
+            pinning.append(pool.submit(_pin_for_life, shown, memory, device))
+            return shown.data
 
         yield room
         finish()
 
 
-def _pin_for_life(room: npt.NDArray[np.uint8], device: torch.device) -> None:
-    """Of an array, which calls its finalizers while its memory is still there: a mapping does so when it is gone."""
-    begin = room.ctypes.data
+def _pin_for_life(shown: npt.NDArray[np.uint8], memory: memoryview, device: torch.device) -> None:
+    """Pinned for as long as anybody looks into `shown`. Nobody else has `memory`, so that it is still there then."""
+    begin = shown.ctypes.data
     with torch.cuda.device(device):  # this thread would else begin with the first one, which may be somebody else's
-        if _register(begin, room.nbytes) == 0:
-            weakref.finalize(room, _unregister, begin, device).atexit = False
+        if _register(begin, shown.nbytes) == 0:
+            weakref.finalize(shown, _unregister, begin, device, memory).atexit = False
 
 
-def _unregister(begin: int, device: torch.device) -> None:
+def _unregister(begin: int, device: torch.device, memory: memoryview) -> None:
+    """`memory`: only to hold it until now."""
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(begin)
 
