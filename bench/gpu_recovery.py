@@ -15,14 +15,14 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import gpu_models
 from common import MB, Report, Table, Target, free_port
 from gpu_merge import each, one_line
-from peers import drop_cache, end_keeper
+from peers import drop_cache, end_keeper, raw_read
 
 import everstep
 
@@ -41,6 +41,7 @@ class Life:
     replay: float = 0.0
     replayed: int = 0  # steps
     state_bytes: int = 0
+    raw_s: float = 0.0  # that the plainest program takes to read the same files, just before, if that was measured
     error: str = ""
 
     def part(self, what: str) -> float:
@@ -172,13 +173,15 @@ def _alone(name: str, root: Path) -> Lives:
         node.life(time.time())
         yield None
         for what in ("memory", "disk"):
-            killed = node.kill()
+            killed, raw_s = node.kill(), 0.0
             if what == "disk":
                 node.end_keeper()
                 _drop(node.directory)
+                newest = max(node.directory.glob("step-*/"))
+                raw_s = sum(map(raw_read, newest.glob("*.safetensors")))
                 killed = time.time()
             node.start("bases")
-            yield what, node.life(killed)
+            yield what, replace(node.life(killed), raw_s=raw_s)
         node.kill()
         node.end_keeper()
         for how in others:
@@ -261,19 +264,21 @@ def recovery_report(report: Report, models: dict[str, Any]) -> None:
         lives = entry.get("lives", {})
         table = Table(
             f"From SIGKILL to the first new step: {name}",
-            ["from", "in all s", *(f"{what} s" for what in PARTS), "of it replay s", "resumed from"],
+            ["from", "in all s", *(f"{what} s" for what in PARTS), "of it replay s", "raw read s", "resumed from"],
             note="One life each. process: until the first line of the program; load: guard(), or what the other's "
             "documentation says. Where a disk is read, the keeper was ended and the pages were dropped first, and the "
-            "clock began after that. A restart of the process is in all of them.",
+            "clock began after that. Raw read: of the same files, just before, into the host. A restart of the process "
+            "is in all of them.",
         )
         for what, values in lives.items():
             life = Life(**values)
             if life.error:
-                table.rows.append([what, *["-"] * (len(PARTS) + 2), life.error])
+                table.rows.append([what, *["-"] * (len(PARTS) + 3), life.error])
                 continue
             table.rows.append([
                 what, f"{life.moments['first step']:.2f}", *(f"{life.part(part):.2f}" for part in PARTS),
-                f"{life.replay:.2f} ({life.replayed} steps)" if life.replayed else "-", str(life.resumed_from),
+                f"{life.replay:.2f} ({life.replayed} steps)" if life.replayed else "-",
+                f"{life.raw_s:.2f}" if life.raw_s else "-", str(life.resumed_from),
             ])  # fmt: skip
         report.tables.append(table)
         memory = Life(**lives["memory"]) if "memory" in lives else Life(error="not run")
