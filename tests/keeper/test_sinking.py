@@ -213,10 +213,11 @@ def test_a_tier_that_fails_is_told_of_once_holds_nothing_and_goes_on_behind_the_
     node: Node, deeper: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("everstep.keeper.sinking._REST_S", 0.05)
-    refuses = True
+    refuses, refused = True, list[str]()
 
     def before(operation: str) -> None:
         if refuses and operation.startswith(("append", "put", "write")):
+            refused.append(operation)
             raise TierFailed(f"refused: {operation}")
 
     deeper.before = before
@@ -229,6 +230,8 @@ def test_a_tier_that_fails_is_told_of_once_holds_nothing_and_goes_on_behind_the_
         assert node.sinking.reach(0) == 0 and node.sinking.is_even
         node.write(5, 6, 7)
         node.logbook.forget(5)
+        tries = len(refused)
+        wait_until(lambda: len(refused) >= tries + 2)  # what was read before they were forgotten is refused by then
         refuses = False
         wait_until(lambda: node.there() == [6, 7])
         assert node.sinking.reach(0) == 0, "nothing leads over the gap"
