@@ -29,3 +29,10 @@ def test_what_is_none_of_its_kind_is_refused(words: dict[str, Any], said: str, t
     with pytest.raises(BadConfig, match=said):
         everstep.guard(model, optimizer, loader, dir=tmp_path / "run", **words)
     assert not (tmp_path / "run").exists()
+
+
+def test_where_nothing_can_be_trained_nothing_is_begun(tmp_path: Path) -> None:
+    model, optimizer, loader = tiny()
+    with torch.inference_mode(), pytest.raises(BadConfig, match=r"inside torch.inference_mode\(\)"):
+        everstep.guard(model, optimizer, loader, dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -110,13 +110,17 @@ def check_log(shelf: Shelf, start: int, rank: int, limit: int | None = None) -> 
         )
     matters = bool(log.problem) and (limit is None or log.last < limit)
     problem = log.problem if matters and not log.torn else ""
-    note = f"{len(log.records)} records after step {start}"
+    note = f"{_records(len(log.records))} after step {start}"
     if matters and log.torn:
         note += f"; {log.problem}"
     return Finding(
         step=log.last + bool(problem), source=shelf.source, rank=rank, bytes=size, problem=problem, file=log.name,
         note=note,
     )  # fmt: skip
+
+
+def _records(count: int) -> str:
+    return "1 record" if count == 1 else f"{count} records"
 
 
 def check_rings(sources: Sources) -> Iterator[Finding]:
@@ -141,7 +145,7 @@ def check_rings(sources: Sources) -> Iterator[Finding]:
             newest = max(seal.step for seal in seals.values())
             yield Finding(
                 step=newest, source="memory", rank=ring.rank, bytes=ring.slot_bytes * len(seals), problem="",
-                checked=False, note=f"{len(seals)} records in the ring",
+                checked=False, note=f"{_records(len(seals))} in the ring",
             )  # fmt: skip
 
 
