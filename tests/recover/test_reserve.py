@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,8 +223,8 @@ def test_there_must_be_memory_beside_what_all_ranks_of_the_node_read(
 
 @pytest.mark.parametrize("when", ["while it is taken", "before the first cut"])
 def test_a_process_that_is_killed_leaves_nothing_of_it(when: str, directory: Path, small_memory: Path) -> None:
-    def kill(spans: Sequence[tuple[int, int]]) -> int:
-        assert populate(spans) == 0 and free_bytes(small_memory) < MOUNT_BYTES - (3 << 20)
+    def kill(spans: Sequence[tuple[int, int]], **how: int) -> int:
+        assert populate(spans, **how) == 0 and free_bytes(small_memory) < MOUNT_BYTES - (1 << 20)
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
@@ -233,6 +234,9 @@ def test_a_process_that_is_killed_leaves_nothing_of_it(when: str, directory: Pat
         model, optimizer, loader = train_with
         everstep.guard(model, optimizer, loader, dir=directory, tiers=tiers, epochs=None, extra={"losses": []})
         assert len(nameless()) == 3
+        if when == "while it is taken":
+            time.sleep(20)  # another thread is to be killed, and not this one
+            return {}
         os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
@@ -253,7 +257,7 @@ def test_too_little_memory_for_a_reserve_is_no_failure(lack: str, directory: Pat
         elif lack == "on the mount":
             reserve.choose_place = refuse  # type: ignore[attr-defined]
         else:
-            reserve.populate = lambda _: errno.ENOSPC  # type: ignore[attr-defined]
+            reserve.populate = lambda *_, **how: errno.ENOSPC  # type: ignore[attr-defined]
         return resumed(directory)
 
     found = must_finish(life)
@@ -262,9 +266,9 @@ def test_too_little_memory_for_a_reserve_is_no_failure(lack: str, directory: Pat
     assert not set(found["reserved"]) & set(found["slots"]) and found["left"] == []
 
 
-def until_it_is_refused(spans: Sequence[tuple[int, int]]) -> int:
+def until_it_is_refused(spans: Sequence[tuple[int, int]], **how: int) -> int:
     """More than is ever taken: who lets go does not wait for the end."""
-    while not (problem := populate(spans)):
+    while not (problem := populate(spans, **how)):
         pass
     return problem
 

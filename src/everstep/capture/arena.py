@@ -106,6 +106,7 @@ class Arena:
         self.place = place
         self.descriptors = [control, *slots]
         self._lock = -1
+        self.is_pinned = False  # all slots, for a device of this process
         if os.fstat(control).st_size < BLOCK:
             raise Damaged("an arena without a control page", file=place)
         self.control = mmap.mmap(control, os.fstat(control).st_size)
@@ -168,7 +169,9 @@ class Arena:
             cls.before("arena header")
             os.pwrite(opened[0], _OWNER.pack(os.getpid()), _OWNER_AT)
             os.pwrite(opened[0], _pack(header), 0)
-            return cls(opened[0], taken.files, str(folder) if folder else MEMFD, taken.buffers)
+            arena = cls(opened[0], taken.files, str(folder) if folder else MEMFD, taken.buffers)
+            arena.is_pinned = taken.pinned is not None
+            return arena
         except OSError as error:
             taken.let_go()
             for descriptor in opened:

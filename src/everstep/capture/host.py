@@ -17,8 +17,7 @@ from everstep.topology import node_name
 SHARED_MEMORY = Path("/dev/shm")
 _MEMORY, _OVERCOMMIT = Path("/proc/meminfo"), Path("/proc/sys/vm/overcommit_memory")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which the mmap module does not name
-_PIECE_BYTES = 16 << 20  # that a thread maps at once: nobody else maps anything meanwhile; there are so many threads:
-_THREADS = 16
+_PIECE_BYTES = 16 << 20  # that a thread maps at once: nobody else maps anything meanwhile
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -108,8 +107,8 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files(), most_files()))
 
 
-def populate(spans: Sequence[tuple[int, int]]) -> int:
-    """Map all pages of some memory, address and size of each, by all processors: 0, or the error of the kernel."""
+def populate(spans: Sequence[tuple[int, int]], *, threads: int = 16) -> int:
+    """Map all pages of some memory, address and size of each, by so many processors: 0, or the error of the kernel."""
 
     def touch(begin: int, size: int) -> int:  # mmap.madvise would stop all other threads meanwhile
         failed = _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _POPULATE_WRITE)
@@ -118,5 +117,5 @@ def populate(spans: Sequence[tuple[int, int]]) -> int:
     pieces = [
         (begin + at, min(_PIECE_BYTES, size - at)) for begin, size in spans for at in range(0, size, _PIECE_BYTES)
     ]
-    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(threads, len(os.sched_getaffinity(0)))) as pool:
         return max(pool.map(lambda piece: touch(*piece), pieces), default=0)

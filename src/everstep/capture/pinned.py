@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -31,23 +32,38 @@ def cuda_devices(subjects: Subjects) -> set[torch.device]:
 
 
 def pin(flats: list[Tensor], emit: Sink) -> bool:
-    """For as long as the memory is used."""
-    for flat in flats:
+    """For as long as the memory is used: all of it, or none."""
+    for at, flat in enumerate(flats):
         status = _register(flat.data_ptr(), flat.numel())
         if status != 0:
-            emit(
-                Degraded(
-                    what="shared memory is not pinned",
-                    reason=f"cudaHostRegister answered {status}; copies are slower. Raise the memlock limit.",
-                )
-            )
+            unpin(flats[:at])
+            reason = f"cudaHostRegister answered {status}; copies are slower. Raise the memlock limit."
+            emit(Degraded(what="shared memory is not pinned", reason=reason))
             return False
     return True
 
 
 def unpin(flats: list[Tensor]) -> None:
-    for flat in flats:
-        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+    _unregister_all([flat.data_ptr() for flat in flats])
+
+
+@dataclass(slots=True)
+class Pinned:
+    """Places of one size, until they are let go. In any thread."""
+
+    bytes: int
+    device: torch.device
+    begins: list[int] = field(default_factory=list)
+
+    def add(self, begin: int) -> bool:
+        with torch.cuda.device(self.device):  # a thread would else begin with the first one, which may not be ours
+            is_pinned = _register(begin, self.bytes) == 0
+        self.begins += [begin] if is_pinned else []
+        return is_pinned
+
+    def let_go(self) -> None:
+        with torch.cuda.device(self.device):
+            _unregister_all(self.begins)
 
 
 @contextmanager
@@ -82,7 +98,7 @@ def pinned_until_let_go(devices: Collection[torch.device], make: Room) -> Iterat
 def _pin_for_life(shown: npt.NDArray[np.uint8], memory: memoryview, device: torch.device) -> None:
     """Pinned for as long as anybody looks into `shown`. Nobody else has `memory`, so that it is still there then."""
     begin = shown.ctypes.data
-    with torch.cuda.device(device):  # this thread would else begin with the first one, which may be somebody else's
+    with torch.cuda.device(device):
         if _register(begin, shown.nbytes) == 0:
             weakref.finalize(shown, _unregister, begin, device, memory).atexit = False
 
@@ -106,8 +122,7 @@ def pinned_for(devices: Collection[torch.device], sources: Iterable[Tensor]) -> 
     finally:
         for device in devices:
             torch.cuda.synchronize(device)
-        for begin in begins:
-            torch.cuda.cudart().cudaHostUnregister(begin)
+        _unregister_all(begins)
 
 
 def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -129,6 +144,11 @@ def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
         for first, last in zip(firsts, lasts, strict=True)
         if not tensors[first].is_pinned()
     ]
+
+
+def _unregister_all(begins: Iterable[int]) -> None:
+    for begin in begins:
+        torch.cuda.cudart().cudaHostUnregister(begin)
 
 
 def _register(begin: int, size: int) -> int:

@@ -223,8 +223,8 @@ class Capture:
         self._copier.close()
         for handle in self._handles:
             handle.remove()
-        if self._shape is not None and self._shape.lanes:
-            unpin([v.flat for v in self._shape.views])
+        if self._shape is not None:
+            self._unpin(self._shape)
         if self._life.reserve is not None:
             self._life.reserve.close()  # no cut has come
 
@@ -271,14 +271,21 @@ class Capture:
             extras_bytes=extras_bytes,
             arena_for=self._make_arena,
         )
-        pinned = pin([v.flat for v in shape.views], self._life.emit) if shape.lanes else False
+        arena = shape.arena
+        if shape.lanes and not arena.is_pinned:  # as one from a reserve may be
+            arena.is_pinned = pin([v.flat for v in shape.views], self._life.emit)
         self._life.emit(
             ArenaMade(
                 rank=self._life.topology.rank, slots=len(shape.arena.slots), slot_bytes=shape.arena.slot_bytes,
-                place=shape.arena.place, buckets=len(shape.buckets), pinned=pinned,
+                place=shape.arena.place, buckets=len(shape.buckets), pinned=arena.is_pinned,
             )
         )  # fmt: skip
         return shape
+
+    def _unpin(self, shape: Shape) -> None:
+        if shape.arena.is_pinned:
+            unpin([v.flat for v in shape.views])
+            shape.arena.is_pinned = False
 
     def _make_arena(self, layout: ImageLayout) -> Arena:
         """Take over an arena that is there and fits; else make one beside it.
@@ -287,8 +294,7 @@ class Capture:
         """
         self._seals = 0
         if self._shape is not None:
-            if self._shape.lanes:
-                unpin([v.flat for v in self._shape.views])
+            self._unpin(self._shape)
             self._left.append(self._shape.arena)
         alike = [a for a in self._left if a.kind == "base"]
         fitting = [a for a in alike if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]
