@@ -366,7 +366,10 @@ def _interval(cell: Cell, *, durable: bool) -> str:
     if number < 2 and steps >= 2 * best.interval:
         shown = f"{number} in {steps}"
     else:
-        shown = f"{'<= ' if cell.ended and best.interval > 1 else ''}{best.apart(durable=durable):.3g}"
+        apart = best.apart(durable=durable)
+        shown = (
+            f"{'<= ' if cell.ended and best.interval > 1 else ''}{f'{apart:.3g}' if apart < 1000 else f'{apart:.0f}'}"
+        )
     return f"{shown} ({best.overhead(durable=durable).median:.1%})"
 
 
