@@ -5,7 +5,7 @@
     python bench/gpu.py exact [--only gpt2]                                kill -9, resume, compare bits
     python bench/gpu.py paced                                              captures beside an all-reduce
     python bench/gpu.py scaling                                            what bytes and tensors cost
-    python bench/gpu.py all                                                each of them, in at most 25 minutes
+    python bench/gpu.py all (or --all)                                     each of them, in at most 25 minutes
     python bench/gpu.py all --since 2026-11-18                             what was not found well since then
 
 Blocks of steps with and without captures take turns on one model in one process, so every ratio comes from one run.
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="measure nothing: write the tables in --out again")
     parser.add_argument("--exact-child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--kill", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(["all" if word == "--all" else word for word in sys.argv[1:]])
     if given.device == "cuda" and not given.tables and not torch.cuda.is_available():
         raise SystemExit("bench/gpu.py needs a CUDA device, and torch sees none here. The CPU side is bench/cpu.py.")
     gpu_models.DEVICE = given.device
