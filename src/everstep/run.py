@@ -95,10 +95,6 @@ def guard(
         on_loss=on_loss, batch=batch, detect_s=seconds(detect_timeout, name="detect_timeout"), mtbf=mtbf,
     )  # fmt: skip
     check_kinds(scaler=(scaler, torch.amp.GradScaler), compress=(compress, Compressor))
-    if torch.is_inference_mode_enabled():
-        raise BadConfig(
-            "guard() is called inside torch.inference_mode(), where nothing that is restored could be trained"
-        )
     state = State(
         models=as_list(model, nn.Module, "model"), optimizers=as_list(optimizer, torch.optim.Optimizer, "optimizer"),
         schedulers=stateful_list(scheduler, "scheduler"), scaler=scaler, extra=extra, compressor=compress,

@@ -235,7 +235,7 @@ def test_a_process_that_is_killed_leaves_nothing_of_it(when: str, directory: Pat
         everstep.guard(model, optimizer, loader, dir=directory, tiers=tiers, epochs=None, extra={"losses": []})
         assert len(nameless()) == 3
         if when == "while it is taken":
-            time.sleep(20)  # another thread is to be killed, and not this one
+            time.sleep(20)  # who takes it kills all of this process
             return {}
         os.kill(os.getpid(), signal.SIGKILL)
         return {}
@@ -243,7 +243,10 @@ def test_a_process_that_is_killed_leaves_nothing_of_it(when: str, directory: Pat
     train_with, tiers = tiny(), [everstep.Memory(path=str(small_memory))]
     assert live(life).killed
     assert list(small_memory.rglob("slot-*")) == list(small_memory.rglob("rank-*")) == []
-    assert free_bytes(small_memory) >= MOUNT_BYTES - (64 << 10)  # the run's folder, for the keeper
+    deadline = time.monotonic() + 10
+    while free_bytes(small_memory) < MOUNT_BYTES - (64 << 10):  # the run's folder, for the keeper
+        assert time.monotonic() < deadline  # a keeper that was being forked has it until it is a program of its own
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("lack", ["on the machine", "on the mount", "in the end"])

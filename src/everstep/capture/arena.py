@@ -106,7 +106,6 @@ class Arena:
         self.place = place
         self.descriptors = [control, *slots]
         self._lock = -1
-        self.is_pinned = False  # all slots, for a device of this process
         if os.fstat(control).st_size < BLOCK:
             raise Damaged("an arena without a control page", file=place)
         self.control = mmap.mmap(control, os.fstat(control).st_size)
@@ -169,9 +168,7 @@ class Arena:
             cls.before("arena header")
             os.pwrite(opened[0], _OWNER.pack(os.getpid()), _OWNER_AT)
             os.pwrite(opened[0], _pack(header), 0)
-            arena = cls(opened[0], taken.files, str(folder) if folder else MEMFD, taken.buffers)
-            arena.is_pinned = taken.pinned is not None
-            return arena
+            return cls(opened[0], taken.files, str(folder) if folder else MEMFD, taken.buffers)
         except OSError as error:
             taken.let_go()
             for descriptor in opened:

@@ -36,7 +36,6 @@ from everstep.capture.form import Form, as_it_is, call_of, fits, make_form, memb
 from everstep.capture.hooks import around_step
 from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
-from everstep.capture.pinned import pin
 from everstep.capture.purity import Purity
 from everstep.capture.room import FULL, Room
 from everstep.capture.shape import Shape
@@ -391,7 +390,7 @@ class Recorder:
                 arena_for=partial(self._arena_for, shape.layout.total_bytes),
             )  # fmt: skip
             ring, sheets = form.record.arena, (form.record, *(form.heavy or ())[:1])
-            pinned = bool(form.record.lanes) and all(pin(sheet.flats, self._life.emit) for sheet in sheets)
+            pinned = bool(form.record.lanes) and all(sheet.pin(self._life.emit) for sheet in sheets)
             self._life.emit(
                 RingMade(
                     rank=self._life.topology.rank, slots=len(ring.slots), record_bytes=ring.slot_bytes,

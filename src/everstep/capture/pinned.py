@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -31,39 +30,21 @@ def cuda_devices(subjects: Subjects) -> set[torch.device]:
     return {p.device for p in parameters if p.is_cuda}
 
 
-def pin(flats: list[Tensor], emit: Sink) -> bool:
-    """For as long as the memory is used: all of it, or none."""
+def pin(flats: list[Tensor], emit: Sink) -> list[Tensor]:
+    """What is pinned from now on, until unpin(): all, or nothing."""
     for at, flat in enumerate(flats):
         status = _register(flat.data_ptr(), flat.numel())
         if status != 0:
             unpin(flats[:at])
             reason = f"cudaHostRegister answered {status}; copies are slower. Raise the memlock limit."
             emit(Degraded(what="shared memory is not pinned", reason=reason))
-            return False
-    return True
+            return []
+    return flats
 
 
 def unpin(flats: list[Tensor]) -> None:
-    _unregister_all([flat.data_ptr() for flat in flats])
-
-
-@dataclass(slots=True)
-class Pinned:
-    """Places of one size, until they are let go. In any thread."""
-
-    bytes: int
-    device: torch.device
-    begins: list[int] = field(default_factory=list)
-
-    def add(self, begin: int) -> bool:
-        with torch.cuda.device(self.device):  # a thread would else begin with the first one, which may not be ours
-            is_pinned = _register(begin, self.bytes) == 0
-        self.begins += [begin] if is_pinned else []
-        return is_pinned
-
-    def let_go(self) -> None:
-        with torch.cuda.device(self.device):
-            _unregister_all(self.begins)
+    for flat in flats:
+        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
 
 
 @contextmanager
@@ -98,7 +79,7 @@ def pinned_until_let_go(devices: Collection[torch.device], make: Room) -> Iterat
 def _pin_for_life(shown: npt.NDArray[np.uint8], memory: memoryview, device: torch.device) -> None:
     """Pinned for as long as anybody looks into `shown`. Nobody else has `memory`, so that it is still there then."""
     begin = shown.ctypes.data
-    with torch.cuda.device(device):
+    with torch.cuda.device(device):  # this thread would else begin with the first one, which may be somebody else's
         if _register(begin, shown.nbytes) == 0:
             weakref.finalize(shown, _unregister, begin, device, memory).atexit = False
 
@@ -122,7 +103,8 @@ def pinned_for(devices: Collection[torch.device], sources: Iterable[Tensor]) -> 
     finally:
         for device in devices:
             torch.cuda.synchronize(device)
-        _unregister_all(begins)
+        for begin in begins:
+            torch.cuda.cudart().cudaHostUnregister(begin)
 
 
 def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -144,11 +126,6 @@ def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
         for first, last in zip(firsts, lasts, strict=True)
         if not tensors[first].is_pinned()
     ]
-
-
-def _unregister_all(begins: Iterable[int]) -> None:
-    for begin in begins:
-        torch.cuda.cudart().cudaHostUnregister(begin)
 
 
 def _register(begin: int, size: int) -> int:

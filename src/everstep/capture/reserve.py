@@ -2,7 +2,7 @@
 
 The system has to find and clear every page of an arena, which takes as long as reading such a state from a disk. How
 large the arena will be is known once it is known which part of a checkpoint this rank had: the same program has the
-same state again. So other threads take the memory meanwhile, and pin it for a device, and the first cut finds it there.
+same state again. So other threads take the memory meanwhile, and the first cut finds it there.
 
 It is only a guess. What is taken has no name, so that nothing is left of it if the process is killed; if it is not what
 the first cut needs it is let go at once, and the cut takes memory as if there had been none.
@@ -10,15 +10,11 @@ the first cut needs it is let go at once, and the cut takes memory as if there h
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
 
-import torch
-
 from everstep.capture.host import choose_place, free_memory, is_memory, populate
-from everstep.capture.pinned import Pinned
 from everstep.capture.taken import Taken, spans
 from everstep.config import Settings
 from everstep.errors import EverstepError
@@ -26,7 +22,7 @@ from everstep.image import BLOCK, round_up
 from everstep.topology import Topology
 
 _SPARE_BYTES = 1 << 20  # of a slot: what is not a tensor may have grown since
-_THREADS = 4  # that take it: more are not faster beside those who read, and keep these waiting (bench/LOG.md)
+_THREADS = 4  # that take it: more are not faster beside those who read, and keep them waiting (bench/LOG.md)
 _SHARE = 0.9  # of the free memory that may be in use at the peak
 
 
@@ -56,11 +52,8 @@ class Reserve:
         self._taken = Taken()
         self._taking: Future[int] | None = None
 
-    def begin(self, slot_bytes: int, read_bytes: int, devices: Collection[torch.device] = ()) -> None:
-        """Take slots of about this size, if there is memory for them beside what the caller is going to read.
-
-        `devices`: that will copy into them.
-        """
+    def begin(self, slot_bytes: int, read_bytes: int) -> None:
+        """Take slots of about this size, if there is memory for them beside what the caller is going to read."""
         if self._taking is not None:
             return
         size = round_up(slot_bytes + _SPARE_BYTES, BLOCK)
@@ -77,21 +70,10 @@ class Reserve:
             self._taken = Taken.nameless(self._root, self._slots)
             self._taken.map(size)
             pool = ThreadPoolExecutor(1, "everstep-reserve")
-            self._taking = pool.submit(self._take, slot_bytes, min(devices, key=str, default=None))
+            self._taking = pool.submit(populate, spans(self._taken.buffers), threads=_THREADS)
             pool.shutdown(wait=False)  # its thread ends with this
         except (EverstepError, OSError, RuntimeError):  # no memory, no such files, no thread
             self.close()  # if it is still so at the first cut, that will say it
-
-    def _take(self, pinned_bytes: int, device: torch.device | None) -> int:
-        """0, or the error of the kernel. Pinned is what slots had before: most often they will have just that again."""
-        self._taken.pinned = Pinned(pinned_bytes, device) if device is not None else None
-        for begin, size in spans(self._taken.buffers):
-            problem = populate([(begin, size)], threads=_THREADS)
-            if problem:
-                return problem
-            if self._taken.pinned is not None and not self._taken.pinned.add(begin):
-                self._taken.unpin()
-        return 0
 
     def give(self, slots: int, slot_bytes: int) -> tuple[Path | None, Taken] | None:
         """Where it lies, and what was taken, cut to what is needed; None if that is more, and then nothing is held."""

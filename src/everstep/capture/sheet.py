@@ -19,8 +19,9 @@ from torch import Tensor
 from everstep.capture.arena import Arena
 from everstep.capture.copier import Copier
 from everstep.capture.layout import Share
-from everstep.capture.pinned import unpin
+from everstep.capture.pinned import pin, unpin
 from everstep.capture.shape import Lane, Run, make_lane, make_runs, place_in, view_in
+from everstep.events import Sink
 from everstep.image import ImageLayout, lay_out
 from everstep.types import ImageInfo, Piece
 
@@ -40,6 +41,7 @@ class Sheet:
     lanes: dict[torch.device, Lane]
     drained: dict[torch.device, torch.cuda.Event]
     launched: bool = True  # whether the copies of the image before are on their way
+    pinned: list[Tensor] = field(default_factory=list)  # of the slots
     early: list[tuple[int, int]] = field(default_factory=list)  # bytes of the present image that have left already
     _pieces: dict[str, Piece] = field(default_factory=dict)
 
@@ -144,9 +146,14 @@ class Sheet:
         for lane in self.lanes.values():
             lane.drain()
 
+    def pin(self, emit: Sink) -> bool:
+        """Until it is closed; whether that could be."""
+        self.pinned = pin(self.flats, emit)
+        return bool(self.pinned)
+
     def close(self) -> None:
-        if self.lanes:
-            unpin(self.flats)
+        pinned, self.pinned = self.pinned, []
+        unpin(pinned)
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

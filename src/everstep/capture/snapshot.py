@@ -68,6 +68,7 @@ class Capture:
         self._arena: Arena | None = None
         self._seals = 0  # in the present arena
         self._shape: Shape | None = None
+        self._pinned: list[torch.Tensor] = []  # slots of the arena
         self._order: list[int] = []  # optimizers, as they first stepped
         self._stepped, self._unseen = False, Unseen(subjects)
         self._copier = Copier()
@@ -223,8 +224,7 @@ class Capture:
         self._copier.close()
         for handle in self._handles:
             handle.remove()
-        if self._shape is not None:
-            self._unpin(self._shape)
+        self._unpin()
         if self._life.reserve is not None:
             self._life.reserve.close()  # no cut has come
 
@@ -271,21 +271,18 @@ class Capture:
             extras_bytes=extras_bytes,
             arena_for=self._make_arena,
         )
-        arena = shape.arena
-        if shape.lanes and not arena.is_pinned:  # as one from a reserve may be
-            arena.is_pinned = pin([v.flat for v in shape.views], self._life.emit)
+        self._pinned = pin([v.flat for v in shape.views], self._life.emit) if shape.lanes else []
         self._life.emit(
             ArenaMade(
                 rank=self._life.topology.rank, slots=len(shape.arena.slots), slot_bytes=shape.arena.slot_bytes,
-                place=shape.arena.place, buckets=len(shape.buckets), pinned=arena.is_pinned,
+                place=shape.arena.place, buckets=len(shape.buckets), pinned=bool(self._pinned),
             )
         )  # fmt: skip
         return shape
 
-    def _unpin(self, shape: Shape) -> None:
-        if shape.arena.is_pinned:
-            unpin([v.flat for v in shape.views])
-            shape.arena.is_pinned = False
+    def _unpin(self) -> None:
+        pinned, self._pinned = self._pinned, []
+        unpin(pinned)
 
     def _make_arena(self, layout: ImageLayout) -> Arena:
         """Take over an arena that is there and fits; else make one beside it.
@@ -294,7 +291,7 @@ class Capture:
         """
         self._seals = 0
         if self._shape is not None:
-            self._unpin(self._shape)
+            self._unpin()
             self._left.append(self._shape.arena)
         alike = [a for a in self._left if a.kind == "base"]
         fitting = [a for a in alike if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]

@@ -9,21 +9,16 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from everstep.capture.host import populate
-
-if TYPE_CHECKING:
-    from everstep.capture.pinned import Pinned
 
 
 @dataclass(slots=True)
 class Taken:
-    """Open files of one length, and their mappings. Whoever has it lets it go, or gives all of it to an arena."""
+    """Open files of one length, and their mappings. Whoever has it lets it go, or gives both to an arena."""
 
     files: list[int] = field(default_factory=list)
     buffers: list[mmap.mmap] = field(default_factory=list)
-    pinned: Pinned | None = None  # of every mapping, from its beginning on
 
     @classmethod
     def nameless(cls, root: Path | None, count: int) -> Taken:
@@ -70,9 +65,7 @@ class Taken:
             os.close(into)
 
     def cut(self, size: int) -> None:
-        """Give back all that lies behind this size. They stay pinned if just that is."""
-        if self.pinned is not None and self.pinned.bytes != size:
-            self.unpin()
+        """Give back all that lies behind this size."""
         for file, buffer in zip(self.files, self.buffers, strict=True):
             os.ftruncate(file, size)  # other threads run meanwhile, which resize() alone would not let them
             buffer.resize(size)
@@ -83,16 +76,10 @@ class Taken:
             os.ftruncate(file, 0)
 
     def let_go(self) -> None:
-        self.unpin()
         unmap(self.buffers)
         for file in self.files:
             os.close(file)
         self.files, self.buffers = [], []
-
-    def unpin(self) -> None:
-        if self.pinned is not None:
-            self.pinned.let_go()
-            self.pinned = None
 
 
 def spans(buffers: Iterable[mmap.mmap]) -> list[tuple[int, int]]:

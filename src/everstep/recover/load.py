@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-import torch
 import xxhash
 
 from everstep.capture.layout import Subjects
@@ -80,15 +79,13 @@ def find(
 
         def fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
             if reserve is not None:
-                _begin(reserve, plan, sources, topology, devices)
+                _begin(reserve, plan, sources, topology)
             return _fetch(needs, stepped, carrier, plan, rank, room)
 
         return search(sources, topology, emit, fetch, limit=limit)
 
 
-def _begin(
-    reserve: Reserve, plan: Plan, sources: Sources, topology: Topology, devices: Collection[torch.device]
-) -> None:
+def _begin(reserve: Reserve, plan: Plan, sources: Sources, topology: Topology) -> None:
     """What this rank captures will be as large as its part of what is read; it needs none if memory is gone on with."""
     me = (topology.rank, topology.world)
     own = next((part for part in plan.parts if (part.rank, part.world) == me), None)
@@ -96,7 +93,7 @@ def _begin(
         read = [one.bytes for one in (*plan.parts, *plan.values)]  # at most: some may be read where they lie
         read += [one.record.bytes for one in plan.parities]
         read += [one.bytes * (one.last - one.first + 1) for one in plan.records]
-        reserve.begin(own.bytes, sum(read), devices)
+        reserve.begin(own.bytes, sum(read))
 
 
 def search(

@@ -34,6 +34,10 @@ class State:
     ) -> None:
         if extra is not None and not isinstance(extra, Mapping):
             raise BadConfig(f"extra must be a dict of names to objects or values, not {type(extra).__name__}")
+        if torch.is_inference_mode_enabled():
+            raise BadConfig(
+                "guard() is called inside torch.inference_mode(), where nothing can be trained: call it before"
+            )
         for optimizer in optimizers:
             check_optimizer(optimizer)
         for model in models:
