@@ -3,12 +3,12 @@
 run.py          guard(), Run: the door a training loop walks in by
 archive.py      open(), Archive: the door for people and tools who read
 # ground: imports nothing of ours but ground
-types errors events timeline cadence checked tiers config image launch wires topology signals halt notebook
+types errors events timeline cadence checked tiers config image mapped launch wires topology signals halt notebook
 # decisions: pure, and anybody on the road may ask for one
 tune/           how often, and which way                models strategy controller
 tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
-capture/        which part of a tensor is whose         sharded watch layout buckets
+capture/        which part of a tensor is whose         collector sharded watch layout buckets
 capture/        memory that outlives the trainer        host taken arena reserve
 capture/        off the device, without stopping it     pinned life copier hooks shape snapshot extras
 capture/        where the data stands                   stream position

@@ -166,6 +166,7 @@ class Run:
         )  # fmt: skip
         self._life.callback(self._keeping.end_life)
         self._capture = self._keeping.capture
+        reserve.end_pinning()  # the program may record a CUDA graph from now on
         self._emit(Started(rank=place.rank, world=place.world, pid=os.getpid(), step=self.step, source=source))
 
     def _listen(self) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
 
 from everstep.capture import pinned
-from everstep.capture.pinned import _NEAR_BYTES, _PAGE, _spans
-from everstep.capture.sheet import Sheet
+from everstep.capture.pinned import _NEAR_BYTES, _PAGE, _spans, pin, pin_first
 from everstep.events import Event
+from everstep.mapped import Mapped
+
+DEVICE, SIZE = torch.device("cuda", 0), 1 << 20
 
 
 def test_neighbours_are_pinned_at_once_and_what_lies_between_distant_ones_is_not() -> None:
@@ -26,7 +35,7 @@ def test_neighbours_are_pinned_at_once_and_what_lies_between_distant_ones_is_not
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """What a driver has that knows neither twice nor never."""
+    """What a driver has that knows neither twice nor never, and wants all of it to be mapped until it is let go."""
     now: set[int] = set()
 
     class Driver:
@@ -36,11 +45,17 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> set[int]:
             return 0
 
         def cudaHostUnregister(self, begin: int) -> int:
+            ctypes.string_at(begin, SIZE)  # ends the process if it is not mapped any more
             now.remove(begin)
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return now
+
+
+def mapped() -> Mapped:
+    return Mapped(-1, SIZE)
 
 
 @pytest.mark.parametrize("refused", [None, 0, 2])
@@ -48,14 +63,85 @@ def test_what_cannot_be_pinned_as_a_whole_is_not_and_nobody_lets_go_of_it(
     refused: int | None, registered: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Letting go of what is not pinned is an error that the next kernel of training would hear of."""
-    flats = [torch.zeros(8, dtype=torch.uint8) for _ in range(4)]
+    slots = [mapped() for _ in range(4)]
     register, asked = pinned._register, count()
     monkeypatch.setattr(pinned, "_register", lambda *where: 2 if next(asked) == refused else register(*where))
     told: list[Event] = []
-    sheet = Sheet(layout=None, arena=None, flats=flats, runs={}, lanes={}, drained={})  # type: ignore[arg-type]
-    assert sheet.pin(told.append) == (refused is None)
-    assert registered == (set() if refused is not None else {flat.data_ptr() for flat in flats})
+    assert pin(slots, {DEVICE}, told.append) == (refused is None)
+    assert registered == (set() if refused is not None else {slot.span[0] for slot in slots})
     assert len(told) == (refused is not None)
-    sheet.close()
-    sheet.close()
+    for slot in [*slots, *slots]:
+        slot.unpin()
     assert not registered
+
+
+def test_what_is_pinned_is_not_pinned_again_unless_more_of_it_is_wanted(registered: set[int]) -> None:
+    slot = mapped()
+    assert pin_first(SIZE // 2, slot, {DEVICE}) == pin_first(SIZE // 2, slot, {DEVICE}) == 0
+    assert pin([slot], {DEVICE}, lambda event: None)
+    assert slot.pinned_bytes == SIZE and len(registered) == 1
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten", "looked into", "given to the collector"])
+def test_memory_is_let_go_before_it_is_unmapped_whoever_forgets_it(how: str, registered: set[int]) -> None:
+    slot = mapped()
+    assert pin([slot], {DEVICE}, lambda event: None)
+    if how == "closed":
+        slot.close()
+    if how == "looked into":
+        tensor = torch.frombuffer(memoryview(slot), dtype=torch.uint8)[5:]
+        with pytest.raises(BufferError):
+            slot.close()
+        assert not registered and tensor.sum() == 0
+        assert pin([slot], {DEVICE}, lambda event: None)
+        del slot
+        assert registered
+        del tensor
+    elif how == "given to the collector":
+        slot.itself = slot  # type: ignore[attr-defined]
+        del slot
+        assert registered
+        gc.collect()
+    else:
+        del slot
+    assert not registered
+
+
+def test_who_is_interrupted_while_it_is_pinned_leaves_an_owner_behind(
+    registered: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = pinned._register
+
+    def interrupted(*where: Any) -> int:
+        register(*where)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pinned, "_register", interrupted)
+    slot = mapped()
+    with pytest.raises(KeyboardInterrupt):
+        pin([slot], {DEVICE}, lambda event: None)
+    assert registered
+    del slot
+    assert not registered
+
+
+def test_a_forked_child_does_not_let_go_of_what_its_parent_has_pinned(registered: set[int]) -> None:
+    slot = mapped()
+    assert pin([slot], {DEVICE}, lambda event: None)
+    child = os.fork()
+    if child == 0:
+        slot.close()
+        os._exit(len(registered))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_an_end_of_the_interpreter_calls_no_driver() -> None:
+    """Which may be gone by then."""
+    program = """
+import os
+from everstep.mapped import Mapped
+slot = Mapped(-1, 4096)
+assert slot.pin(4096, lambda: 0, lambda write=os.write: write(2, b"let go")) == 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,16 @@ from torch import nn
 
 import everstep
 from everstep.capture import pinned
-from everstep.capture.pinned import pin, pinned_for, pinned_until_let_go, unpin
+from everstep.capture.pinned import pin, pinned_for, pinned_until_let_go
+from everstep.capture.reserve import Reserve
 from everstep.events import Degraded, Event
+from everstep.mapped import Mapped
 from everstep.store.blocks import room_for
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import run_directory
 
+DEVICE = torch.device("cuda", 0)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -27,14 +32,17 @@ pytestmark = [
 
 
 def test_memory_that_cannot_be_pinned_is_told_of_and_training_goes_on() -> None:
-    memory, events = torch.zeros(1 << 20, dtype=torch.uint8), list[Event]()
-    assert pin([memory], events.append)
+    memory, events = [Mapped(-1, 1 << 20), Mapped(-1, 1 << 20)], list[Event]()
+    taken = memory[1].span
+    assert int(torch.cuda.cudart().cudaHostRegister(*taken, 0)) == 0  # by somebody else
     try:
-        assert not pin([memory], events.append)
+        assert not pin(memory, {DEVICE}, events.append)
         assert [type(event) for event in events] == [Degraded]
         assert (torch.ones(8, device="cuda") + 1).sum().item() == 16  # torch does not find the error of somebody else
+        assert not torch.frombuffer(memory[0], dtype=torch.uint8).is_pinned()
     finally:
-        unpin([memory])
+        torch.cuda.cudart().cudaHostUnregister(taken[0])
+    assert pin(memory, {DEVICE}, events.append) and torch.frombuffer(memory[0], dtype=torch.uint8).is_pinned()
 
 
 def test_sources_are_pinned_only_while_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +52,7 @@ def test_sources_are_pinned_only_while_they_are_copied(monkeypatch: pytest.Monke
     before = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8).pin_memory()
     sources = [memory[1000:500_000], memory[6_000_001:7_000_000], before, torch.empty(0)]
     targets = [torch.empty_like(source, device="cuda") for source in sources]
-    with pinned_for({torch.device("cuda", 0)}, sources):
+    with pinned_for({DEVICE}, sources):
         assert all(source.is_pinned() for source in sources[:3])
         torch._foreach_copy_(targets, sources, non_blocking=True)
     assert [source.is_pinned() for source in sources[:3]] == [False, False, True]
@@ -56,13 +64,13 @@ def test_memory_is_pinned_while_it_is_read_into_and_until_it_is_let_go(monkeypat
     let_go: list[int] = []
     unregister = pinned._unregister
 
-    def watched(begin: int, device: torch.device, memory: memoryview) -> None:
+    def watched(begin: int, device: torch.device) -> None:
         ctypes.string_at(begin, 8 << 20)  # is still there
         let_go.append(begin)
-        unregister(begin, device, memory)
+        unregister(begin, device)
 
     monkeypatch.setattr(pinned, "_unregister", watched)
-    with pinned_until_let_go({torch.device("cuda", 0)}, room_for) as room:
+    with pinned_until_let_go({DEVICE}, room_for) as room:
         large, small = room(8 << 20), room(1 << 20)
         large[:] = bytes(range(256)) * (len(large) // 256)
     tensor = torch.frombuffer(large, dtype=torch.uint8)
@@ -73,10 +81,27 @@ def test_memory_is_pinned_while_it_is_read_into_and_until_it_is_let_go(monkeypat
     assert not let_go  # the tensor still looks into it
     del tensor
     assert let_go == [begin]
-    with pinned_until_let_go({torch.device("cuda", 0)}, room_for) as room:  # maybe at the same address
+    with pinned_until_let_go({DEVICE}, room_for) as room:  # maybe at the same address
         again = room(8 << 20)
     assert torch.frombuffer(again, dtype=torch.uint8).is_pinned()
     assert (torch.ones(8, device="cuda") + 1).sum().item() == 16
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3))).cuda().to(memory_format=torch.channels_last)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def train(run: everstep.Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(4, 2048, device="cuda")).sum().backward()
+        optimizer.step()
+        run.done()
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [value.detach().clone() for value in (*model.parameters(), *states)]
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -84,27 +109,60 @@ def test_a_large_state_comes_back_through_pinned_memory(monkeypatch: pytest.Monk
     registered: list[int] = []
     register = pinned._register
 
-    def watched(begin: int, size: int) -> int:
+    def watched(begin: int, size: int, device: torch.device) -> int:
         registered.append(size)
-        return 1 if refused else register(begin, size)
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3))).cuda().to(memory_format=torch.channels_last)
-        return model, torch.optim.AdamW(model.parameters(), fused=True)
+        return 1 if refused else register(begin, size, device)
 
     with run_directory() as directory:
         model, optimizer = make()
         with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
-            for _ in range(2):
-                model(torch.randn(4, 2048, device="cuda")).sum().backward()
-                optimizer.step()
-                run.done()
-        wanted = [p.detach().clone() for p in model.parameters()]
-        moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
-        model, optimizer = make()
+            train(run, model, optimizer, 2)
+        wanted = values(model, optimizer)
         monkeypatch.setattr(pinned, "_register", watched)
+        model, optimizer = make()
         with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
             assert run.resumed_from == 2 and sum(registered) > 100 << 20
-            assert all(map(torch.equal, wanted, model.parameters()))
-            found = [value for state in optimizer.state.values() for value in state.values()]
-            assert all(map(torch.equal, moments, found)) and len(found) == len(moments)
+            found = values(model, optimizer)
+            assert len(found) == len(wanted) and all(map(torch.equal, wanted, found))
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_slots_that_were_pinned_while_a_disk_was_read_hold_what_is_captured(
+    monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    """And a program may record a CUDA graph as soon as guard() has returned."""
+    by: list[str] = []
+    register, end = pinned._register, Reserve.end_pinning
+
+    def watched(begin: int, size: int, device: torch.device) -> int:
+        by.append(threading.current_thread().name.split("_")[0])
+        return register(begin, size, device)
+
+    def late(self: Reserve) -> None:
+        wait([self._taking] if self._taking is not None else [])
+        end(self)
+
+    with run_directory() as directory:
+        model, optimizer = make()
+        with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
+            train(run, model, optimizer, 2)
+        monkeypatch.setattr(pinned, "_register", watched)
+        if in_time:
+            monkeypatch.setattr(Reserve, "end_pinning", late)
+        model, optimizer = make()
+        with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
+            slots = by.count("everstep-reserve")
+            assert run.resumed_from == 2 and (slots == 3 if in_time else slots <= 3)
+            graph, number = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+            with torch.cuda.graph(graph):
+                number += 1
+            graph.replay()
+            train(run, model, optimizer, 4)
+            assert number.sum().item() == 8 and by.count("everstep-reserve") == slots
+            arena = run._capture.arena()
+            assert arena is not None and all(slot.pinned_bytes == arena.slot_bytes for slot in arena.slots)
+            assert len(by) == 1 + 3  # what was read, and each slot once
+        wanted = values(model, optimizer)
+        model, optimizer = make()
+        with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
+            assert run.resumed_from == 6 and all(map(torch.equal, wanted, values(model, optimizer)))

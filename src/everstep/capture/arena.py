@@ -28,9 +28,10 @@ from typing import Any, Literal, get_args
 import xxhash
 
 from everstep.capture.host import allow_many_files, free_memory, is_memory, populate
-from everstep.capture.taken import Taken, spans, unmap
+from everstep.capture.taken import Taken, unmap
 from everstep.errors import Damaged, NotEnoughMemory, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
+from everstep.mapped import Mapped
 
 MEMFD = "memfd"
 
@@ -101,7 +102,7 @@ class Arena:
 
     before: Callable[[str], None] = staticmethod(lambda operation: None)  # tests kill here
 
-    def __init__(self, control: int, slots: list[int], place: str, mapped: list[mmap.mmap] | None = None) -> None:
+    def __init__(self, control: int, slots: list[int], place: str, mapped: list[Mapped] | None = None) -> None:
         """Take over open descriptors; `place` is a directory, or MEMFD. `mapped`: the slots, where they are already."""
         self.place = place
         self.descriptors = [control, *slots]
@@ -126,7 +127,7 @@ class Arena:
             raise Damaged("an arena whose slots are cut off", file=place)
         if len(self.control) < _head_bytes(count) + count * _checks_bytes(slot_bytes):
             raise Damaged("an arena whose control file is cut off", file=place)
-        self.slots = mapped if mapped is not None else [mmap.mmap(slot, self.slot_bytes) for slot in slots]
+        self.slots = mapped if mapped is not None else [Mapped(slot, self.slot_bytes) for slot in slots]
         self._next = self._sequence = 0  # of a ring: the slot whose turn it is; the newest seal by this object
         weakref.finalize(self, _close_all, self.descriptors).atexit = False  # mappings go with the last who looks there
 
@@ -169,12 +170,14 @@ class Arena:
             os.pwrite(opened[0], _OWNER.pack(os.getpid()), _OWNER_AT)
             os.pwrite(opened[0], _pack(header), 0)
             return cls(opened[0], taken.files, str(folder) if folder else MEMFD, taken.buffers)
-        except OSError as error:
+        except BaseException as error:
             taken.let_go()
             for descriptor in opened:
                 os.close(descriptor)
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             where = str(root) if root else "memory"
             raise NotEnoughMemory(where, control_bytes + size * slots, free_memory(root), f"({error})") from error
 
@@ -194,7 +197,12 @@ class Arena:
 
     def populate(self) -> None:
         """Map every page now, for those who will touch them all; whoever only looks need not wait for that."""
-        populate(spans(self.slots))  # where the kernel does not, they are mapped as they are touched
+        populate([slot.span for slot in self.slots])  # where the kernel does not, they are mapped as they are touched
+
+    def unpin(self) -> None:
+        """No device copies into it any more."""
+        for slot in self.slots:
+            slot.unpin()
 
     def close(self) -> None:
         unmap((self.control, *self.slots))

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from everstep.capture.collector import uncollected
 from everstep.capture.compressor import Compressor
 from everstep.capture.sharded import (
     SHARDED,
@@ -242,6 +243,7 @@ class Subjects:
         models = [(_numbered("model", i, len(self.models)), model) for i, model in enumerate(self.models)]
         return models + [(f"extra.{key}", module) for key, module in self.modules.items()]
 
+    @uncollected()
     def listing(self) -> Listing:
         names = self.names()
         groups = ((i, group) for i, optimizer in enumerate(self.optimizers) for group in optimizer.param_groups)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from everstep.capture.host import populate
 from everstep.capture.layout import Subjects
 from everstep.events import Degraded, Sink
+from everstep.mapped import Mapped
 from everstep.types import Room
 
 _WORTH_BYTES = 32 << 20  # less is copied as fast without
@@ -30,21 +30,23 @@ def cuda_devices(subjects: Subjects) -> set[torch.device]:
     return {p.device for p in parameters if p.is_cuda}
 
 
-def pin(flats: list[Tensor], emit: Sink) -> list[Tensor]:
-    """What is pinned from now on, until unpin(): all, or nothing."""
-    for at, flat in enumerate(flats):
-        status = _register(flat.data_ptr(), flat.numel())
+def pin(memory: Sequence[Mapped], devices: Collection[torch.device], emit: Sink) -> bool:
+    """Until it is unpinned or unmapped: all of it, or nothing."""
+    for one in memory:
+        status = pin_first(len(one), one, devices)
         if status != 0:
-            unpin(flats[:at])
+            for other in memory:
+                other.unpin()
             reason = f"cudaHostRegister answered {status}; copies are slower. Raise the memlock limit."
             emit(Degraded(what="shared memory is not pinned", reason=reason))
-            return []
-    return flats
+            return False
+    return True
 
 
-def unpin(flats: list[Tensor]) -> None:
-    for flat in flats:
-        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+def pin_first(size: int, memory: Mapped, devices: Collection[torch.device]) -> int:
+    """Of one, the first bytes: 0, or what is wrong."""
+    begin, device = memory.span[0], min(devices, key=str)  # a thread would begin with one that may be somebody else's
+    return memory.pin(size, partial(_register, begin, size, device), partial(_unregister, begin, device))
 
 
 @contextmanager
@@ -56,55 +58,46 @@ def pinned_until_let_go(devices: Collection[torch.device], make: Room) -> Iterat
     if not devices:
         yield make
         return
-    device, pinning = min(devices, key=str), list[Future[None]]()
+    made, pinning = list[Mapped](), list[Future[int]]()
     with ThreadPoolExecutor(1, "everstep-pin") as pool:
+
+        def pin_made() -> int:
+            one = made.pop()  # nobody holds it when this is over: it may have been made in vain
+            return pin_first(len(one), one, devices)
 
         def finish() -> None:
             while pinning:
                 pinning.pop().result()
 
         def room(size: int) -> memoryview:
-            finish()  # which holds the room before this one, though that may have been of no use
-            if size < _WORTH_BYTES:
-                return make(size)
+            finish()
             memory = make(size)
-            shown = np.frombuffer(memory, np.uint8)
-            pinning.append(pool.submit(_pin_for_life, shown, memory, device))
-            return shown.data
+            if size >= _WORTH_BYTES and isinstance(memory.obj, Mapped):
+                made.append(memory.obj)
+                pinning.append(pool.submit(pin_made))
+            return memory
 
         yield room
         finish()
 
 
-def _pin_for_life(shown: npt.NDArray[np.uint8], memory: memoryview, device: torch.device) -> None:
-    """Pinned for as long as anybody looks into `shown`. Nobody else has `memory`, so that it is still there then."""
-    begin = shown.ctypes.data
-    with torch.cuda.device(device):  # this thread would else begin with the first one, which may be somebody else's
-        if _register(begin, shown.nbytes) == 0:
-            weakref.finalize(shown, _unregister, begin, device, memory).atexit = False
-
-
-def _unregister(begin: int, device: torch.device, memory: memoryview) -> None:
-    """`memory`: only to hold it until now."""
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(begin)
-
-
 @contextmanager
 def pinned_for(devices: Collection[torch.device], sources: Iterable[Tensor]) -> Iterator[None]:
     """While large amounts are copied to devices; at the end they are there. What cannot be pinned is copied slower."""
-    spans = _spans(sources) if devices else []
-    begins: list[int] = []
+    if not devices:
+        yield
+        return
+    spans, begins, device = _spans(sources), list[int](), min(devices, key=str)
     try:
         if sum(size for _, size in spans) >= _WORTH_BYTES:
             populate(spans)  # pages that are mapped are pinned three times as fast
-            begins += (begin for begin, size in spans if _register(begin, size) == 0)
+            begins += (begin for begin, size in spans if _register(begin, size, device) == 0)
         yield
     finally:
-        for device in devices:
-            torch.cuda.synchronize(device)
+        for one in devices:
+            torch.cuda.synchronize(one)
         for begin in begins:
-            torch.cuda.cudart().cudaHostUnregister(begin)
+            _unregister(begin, device)
 
 
 def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -128,12 +121,22 @@ def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
     ]
 
 
-def _register(begin: int, size: int) -> int:
+def _register(begin: int, size: int, device: torch.device) -> int:
     """0, or what is wrong."""
-    status = int(torch.cuda.cudart().cudaHostRegister(begin, size, 0))
+    with torch.cuda.device(device):
+        return _heard(int(torch.cuda.cudart().cudaHostRegister(begin, size, 0)))
+
+
+def _unregister(begin: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        _heard(int(torch.cuda.cudart().cudaHostUnregister(begin)))
+
+
+def _heard(status: int) -> int:
+    """Torch asks for the last error after every kernel: let it not be this one, of which the next would hear."""
     if status != 0:
         try:
-            torch.zeros(1, device="cuda")  # torch asks for the last error after every kernel: let it be this one
+            torch.zeros(1, device="cuda")
         except RuntimeError:
-            pass
+            pass  # it has been heard now
     return status

@@ -2,7 +2,8 @@
 
 The system has to find and clear every page of an arena, which takes as long as reading such a state from a disk. How
 large the arena will be is known once it is known which part of a checkpoint this rank had: the same program has the
-same state again. So other threads take the memory meanwhile, and the first cut finds it there.
+same state again. So other threads take the memory meanwhile, and pin it where a device will copy into it, and the first
+cut finds it there.
 
 It is only a guess. What is taken has no name, so that nothing is left of it if the process is killed; if it is not what
 the first cut needs it is let go at once, and the cut takes memory as if there had been none.
@@ -10,12 +11,17 @@ the first cut needs it is let go at once, and the cut takes memory as if there h
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Lock
 from typing import Self
 
+import torch
+
 from everstep.capture.host import choose_place, free_memory, is_memory, populate
-from everstep.capture.taken import Taken, spans
+from everstep.capture.pinned import pin_first
+from everstep.capture.taken import Taken
 from everstep.config import Settings
 from everstep.errors import EverstepError
 from everstep.image import BLOCK, round_up
@@ -51,11 +57,18 @@ class Reserve:
         self._root: Path | None = None
         self._taken = Taken()
         self._taking: Future[int] | None = None
+        self._slot_bytes = 0  # of the life before, so most likely of this one
+        self._devices: Collection[torch.device] = ()  # for which slots are pinned as soon as they are taken
+        self._pinning = Lock()
 
-    def begin(self, slot_bytes: int, read_bytes: int) -> None:
-        """Take slots of about this size, if there is memory for them beside what the caller is going to read."""
+    def begin(self, slot_bytes: int, read_bytes: int, devices: Collection[torch.device] = ()) -> None:
+        """Take slots of about this size, if there is memory for them beside what the caller is going to read.
+
+        `devices`: that will copy into them.
+        """
         if self._taking is not None:
             return
+        self._slot_bytes, self._devices = slot_bytes, devices
         size = round_up(slot_bytes + _SPARE_BYTES, BLOCK)
         # At the peak all is read and none of it is gone: every rank of this node has its slots, what it has read, and
         # as much again where the state is restored to the host. Without a reserve what was read is gone before slots
@@ -70,10 +83,29 @@ class Reserve:
             self._taken = Taken.nameless(self._root, self._slots)
             self._taken.map(size)
             pool = ThreadPoolExecutor(1, "everstep-reserve")
-            self._taking = pool.submit(populate, spans(self._taken.buffers), threads=_THREADS)
+            self._taking = pool.submit(self._take)
             pool.shutdown(wait=False)  # its thread ends with this
         except (EverstepError, OSError, RuntimeError):  # no memory, no such files, no thread
             self.close()  # if it is still so at the first cut, that will say it
+
+    def _take(self) -> int:
+        """0, or the error of the kernel."""
+        for buffer in self._taken.buffers:
+            problem = populate([buffer.span], threads=_THREADS)
+            if problem:
+                return problem
+            with self._pinning:
+                if self._devices and pin_first(self._slot_bytes, buffer, self._devices) != 0:
+                    self._devices = ()  # the first cut will try, and say so
+        return 0
+
+    def end_pinning(self) -> None:
+        """No thread of ours calls a driver from now on, which other threads may not do beside one that records a graph.
+
+        What is not pinned yet is pinned by the first cut.
+        """
+        with self._pinning:
+            self._devices = ()
 
     def give(self, slots: int, slot_bytes: int) -> tuple[Path | None, Taken] | None:
         """Where it lies, and what was taken, cut to what is needed; None if that is more, and then nothing is held."""
@@ -89,7 +121,9 @@ class Reserve:
         return self._root, given
 
     def close(self) -> None:
-        """Let go of what nobody needed. Threads that are still at it end at once: nothing is left to be taken."""
+        """Let go of what nobody needed. Threads that are still at it end soon: nothing is left to be taken."""
+        self.end_pinning()
+        self._taken.unpin()
         self._taken.empty()
         if self._taking is not None:
             wait([self._taking])

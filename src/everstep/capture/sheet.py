@@ -19,7 +19,7 @@ from torch import Tensor
 from everstep.capture.arena import Arena
 from everstep.capture.copier import Copier
 from everstep.capture.layout import Share
-from everstep.capture.pinned import pin, unpin
+from everstep.capture.pinned import pin
 from everstep.capture.shape import Lane, Run, make_lane, make_runs, place_in, view_in
 from everstep.events import Sink
 from everstep.image import ImageLayout, lay_out
@@ -41,7 +41,6 @@ class Sheet:
     lanes: dict[torch.device, Lane]
     drained: dict[torch.device, torch.cuda.Event]
     launched: bool = True  # whether the copies of the image before are on their way
-    pinned: list[Tensor] = field(default_factory=list)  # of the slots
     early: list[tuple[int, int]] = field(default_factory=list)  # bytes of the present image that have left already
     _pieces: dict[str, Piece] = field(default_factory=dict)
 
@@ -148,12 +147,10 @@ class Sheet:
 
     def pin(self, emit: Sink) -> bool:
         """Until it is closed; whether that could be."""
-        self.pinned = pin(self.flats, emit)
-        return bool(self.pinned)
+        return pin(self.arena.slots, self.lanes, emit)
 
     def close(self) -> None:
-        pinned, self.pinned = self.pinned, []
-        unpin(pinned)
+        self.arena.unpin()
 
 
 def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ from everstep.capture.copier import Copier
 from everstep.capture.hooks import Unseen, around_step
 from everstep.capture.layout import Subjects
 from everstep.capture.life import Life
-from everstep.capture.pinned import pin, unpin
+from everstep.capture.pinned import pin
 from everstep.capture.shape import Shape, Views, make_shape, on_side
 from everstep.errors import BadConfig
 from everstep.events import ArenaMade, Degraded, Skipped
@@ -68,7 +68,6 @@ class Capture:
         self._arena: Arena | None = None
         self._seals = 0  # in the present arena
         self._shape: Shape | None = None
-        self._pinned: list[torch.Tensor] = []  # slots of the arena
         self._order: list[int] = []  # optimizers, as they first stepped
         self._stepped, self._unseen = False, Unseen(subjects)
         self._copier = Copier()
@@ -224,7 +223,8 @@ class Capture:
         self._copier.close()
         for handle in self._handles:
             handle.remove()
-        self._unpin()
+        if self._arena is not None:
+            self._arena.unpin()
         if self._life.reserve is not None:
             self._life.reserve.close()  # no cut has come
 
@@ -271,18 +271,14 @@ class Capture:
             extras_bytes=extras_bytes,
             arena_for=self._make_arena,
         )
-        self._pinned = pin([v.flat for v in shape.views], self._life.emit) if shape.lanes else []
+        is_pinned = bool(shape.lanes) and pin(shape.arena.slots, shape.lanes, self._life.emit)
         self._life.emit(
             ArenaMade(
                 rank=self._life.topology.rank, slots=len(shape.arena.slots), slot_bytes=shape.arena.slot_bytes,
-                place=shape.arena.place, buckets=len(shape.buckets), pinned=bool(self._pinned),
+                place=shape.arena.place, buckets=len(shape.buckets), pinned=is_pinned,
             )
         )  # fmt: skip
         return shape
-
-    def _unpin(self) -> None:
-        pinned, self._pinned = self._pinned, []
-        unpin(pinned)
 
     def _make_arena(self, layout: ImageLayout) -> Arena:
         """Take over an arena that is there and fits; else make one beside it.
@@ -291,7 +287,7 @@ class Capture:
         """
         self._seals = 0
         if self._shape is not None:
-            self._unpin()
+            self._shape.arena.unpin()
             self._left.append(self._shape.arena)
         alike = [a for a in self._left if a.kind == "base"]
         fitting = [a for a in alike if (a.layout_digest, a.slot_bytes) == (layout.digest, layout.total_bytes)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.capture.host import populate
+from everstep.mapped import Mapped
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class Taken:
     """Open files of one length, and their mappings. Whoever has it lets it go, or gives both to an arena."""
 
     files: list[int] = field(default_factory=list)
-    buffers: list[mmap.mmap] = field(default_factory=list)
+    buffers: list[Mapped] = field(default_factory=list)
 
     @classmethod
     def nameless(cls, root: Path | None, count: int) -> Taken:
@@ -38,7 +38,7 @@ class Taken:
     def map(self, size: int) -> None:
         for file in self.files:
             os.ftruncate(file, size)
-            self.buffers.append(mmap.mmap(file, size))
+            self.buffers.append(Mapped(file, size))
 
     def take(self, size: int, *, in_memory: bool) -> None:
         """Map the files with all that they need taken, or raise OSError.
@@ -47,13 +47,14 @@ class Taken:
         to map them again, takes half as long once more.
         """
         self.map(size)
-        problem = populate(spans(self.buffers)) if in_memory else errno.EINVAL
+        spans = [buffer.span for buffer in self.buffers]
+        problem = populate(spans) if in_memory else errno.EINVAL
         if problem not in (0, errno.EINVAL):  # which is the word of kernels that are too old for that
             raise OSError(problem, os.strerror(problem))
         if problem:
             for file in self.files:
                 os.posix_fallocate(file, 0, size)
-            populate(spans(self.buffers))  # where the kernel does not, they are mapped as they are touched
+            populate(spans)  # where the kernel does not, they are mapped as they are touched
 
     def name(self, folder: Path, names: Sequence[str]) -> None:
         """Give files that have no name theirs."""
@@ -65,10 +66,17 @@ class Taken:
             os.close(into)
 
     def cut(self, size: int) -> None:
-        """Give back all that lies behind this size."""
+        """Give back all that lies behind this size. What is pinned stays so if it is just that."""
         for file, buffer in zip(self.files, self.buffers, strict=True):
+            if buffer.pinned_bytes != size:
+                buffer.unpin()
             os.ftruncate(file, size)  # other threads run meanwhile, which resize() alone would not let them
             buffer.resize(size)
+
+    def unpin(self) -> None:
+        """Else a device would hold the memory, whatever becomes of the files."""
+        for buffer in self.buffers:
+            buffer.unpin()
 
     def empty(self) -> None:
         """Give back all of the memory, whoever else has inherited the files: a page behind their end cannot be had."""
@@ -80,11 +88,6 @@ class Taken:
         for file in self.files:
             os.close(file)
         self.files, self.buffers = [], []
-
-
-def spans(buffers: Iterable[mmap.mmap]) -> list[tuple[int, int]]:
-    """Address and size."""
-    return [(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer)) for buffer in buffers]
 
 
 def unmap(buffers: Iterable[mmap.mmap]) -> None:

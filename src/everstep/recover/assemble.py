@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everstep.capture.collector import uncollected
 from everstep.capture.extras import decode
 from everstep.capture.layout import TORCH_DTYPES, shaped
 from everstep.errors import Damaged
@@ -86,18 +86,6 @@ class Checkpoint:
         state["scale"] = float(self.tensor("scaler._scale")) if tracked else scale
         state["_growth_tracker"] = int(self.tensor("scaler._growth_tracker")) if tracked else 0
         return state
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Thousands of objects are made, all to stay: a collector that went through them again and again finds nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @uncollected()

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+import torch
 import xxhash
 
-from everstep.capture.layout import Subjects
+from everstep.capture.layout import Listing, Subjects
 from everstep.capture.pinned import cuda_devices, pinned_until_let_go
 from everstep.capture.reserve import Reserve
 from everstep.capture.stepped import places
@@ -65,27 +66,29 @@ Fetch = Callable[[Carrier, Plan, int], tuple[Past | None, Report]]  # what a ran
 
 def find(
     sources: Sources, topology: Topology, emit: Sink, limit: int | None = None, *, subjects: Subjects | None = None,
-    reserve: Reserve | None = None,
+    listing: Listing | None = None, reserve: Reserve | None = None,
 ) -> Found | None:  # fmt: skip
     """The newest checkpoint that all ranks can have, verified and in memory; None if the run has no past.
 
-    `limit`: no step after this one, because the way there was found to be wrong. `subjects`: only what they need.
-    `reserve`: of memory for the captures that follow.
+    `limit`: no step after this one, because the way there was found to be wrong. `subjects`: only what they need;
+    `listing`: of them. `reserve`: of memory for the captures that follow.
     """
-    needs = Needs(subjects, topology.rank, topology.world)
+    needs = Needs(subjects, topology.rank, topology.world, listing)
     stepped = exchange(_digest(places(subjects) if subjects is not None else None), topology)
     devices = cuda_devices(subjects) if subjects is not None else ()
     with pinned_until_let_go(devices, room_for) as room:
 
         def fetch(carrier: Carrier, plan: Plan, rank: int) -> tuple[Found | None, Report]:
             if reserve is not None:
-                _begin(reserve, plan, sources, topology)
+                _begin(reserve, plan, sources, topology, devices)
             return _fetch(needs, stepped, carrier, plan, rank, room)
 
         return search(sources, topology, emit, fetch, limit=limit)
 
 
-def _begin(reserve: Reserve, plan: Plan, sources: Sources, topology: Topology) -> None:
+def _begin(
+    reserve: Reserve, plan: Plan, sources: Sources, topology: Topology, devices: Collection[torch.device]
+) -> None:
     """What this rank captures will be as large as its part of what is read; it needs none if memory is gone on with."""
     me = (topology.rank, topology.world)
     own = next((part for part in plan.parts if (part.rank, part.world) == me), None)
@@ -93,7 +96,7 @@ def _begin(reserve: Reserve, plan: Plan, sources: Sources, topology: Topology) -
         read = [one.bytes for one in (*plan.parts, *plan.values)]  # at most: some may be read where they lie
         read += [one.record.bytes for one in plan.parities]
         read += [one.bytes * (one.last - one.first + 1) for one in plan.records]
-        reserve.begin(own.bytes, sum(read))
+        reserve.begin(own.bytes, sum(read), devices)
 
 
 def search(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from everstep.capture.layout import Subjects, is_state, optimizer_name
+from everstep.capture.layout import Listing, Subjects, is_state, optimizer_name
 from everstep.capture.sharded import is_zero, stepping
 from everstep.image import ImageLayout
 from everstep.types import ImageInfo, Piece, Place
@@ -22,23 +22,24 @@ class Some(Protocol):
 class Needs:
     """Of one rank, for the objects that it has; `None` as subjects: of whoever reads all."""
 
-    def __init__(self, subjects: Subjects | None, rank: int, world: int) -> None:
+    def __init__(self, subjects: Subjects | None, rank: int, world: int, listing: Listing | None = None) -> None:
+        """`listing`: of the subjects, where there is one already."""
         self.rank, self._world = rank, world
         self._places: dict[str, Place] = {}
         self._elsewhere: set[str] = set()  # parameters' states that other ranks have, by the beginning of their names
         self._parameters: set[str] | None = None  # those that the old ranks' optimizers had, once they are asked for
         if subjects is None:
             return
-        for entry in subjects.listing().entries:
+        listing = listing or subjects.listing()
+        for entry in listing.entries:
             if entry.given is not None:
                 self._places[entry.name] = Place(entry.shape, entry.start, tuple(entry.tensor.shape))
-        names = subjects.names()
         for i, optimizer in enumerate(subjects.optimizers):
             if is_zero(optimizer):
                 own = {id(p) for group in stepping(optimizer).param_groups for p in group["params"]}
                 others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
                 prefix = optimizer_name(i, len(subjects.optimizers))
-                self._elsewhere |= {f"{prefix}.state.{names[id(p)]}" for p in others}
+                self._elsewhere |= {f"{prefix}.state.{listing.names[id(p)]}" for p in others}
 
     @property
     def is_partial(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everstep.capture.collector import uncollected
 from everstep.capture.layout import (
     TORCH_DTYPES,
     Entry,
@@ -28,7 +29,7 @@ from everstep.capture.layout import (
 from everstep.capture.pinned import cuda_devices, pinned_for
 from everstep.capture.sharded import box_of, local_of, stepping
 from everstep.errors import Damaged, Mismatch
-from everstep.recover.assemble import Checkpoint, Pair, common, uncollected
+from everstep.recover.assemble import Checkpoint, Pair, common
 from everstep.types import Piece
 
 
@@ -70,9 +71,12 @@ def check(checkpoint: Checkpoint, subjects: Subjects, listing: Listing, *, stric
 
 @uncollected()
 @torch.no_grad()
-def restore(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool) -> list[str]:
-    """Copy into models, and give the optimizers their state, as far as it fits; how the program differs."""
-    listing = subjects.listing()
+def restore(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool, listing: Listing | None = None) -> list[str]:
+    """Copy into models, and give the optimizers their state, as far as it fits; how the program differs.
+
+    `listing`: of the subjects as they are, where there is one already.
+    """
+    listing = listing or subjects.listing()
     found = check(checkpoint, subjects, listing, strict=strict)
     states = _states(checkpoint, subjects, listing)
     entries = [entry for entry in listing.entries if not is_state(entry.name) or entry.name in states.kept]

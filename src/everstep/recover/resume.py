@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 from everstep import topology
+from everstep.capture.layout import Listing
 from everstep.capture.position import Feed
 from everstep.capture.reserve import Reserve
 from everstep.errors import Diverged, Mismatch
@@ -46,18 +47,20 @@ def resume(
     limit: int | None = None
     lost: dict[int, str] = {}
     attempts = sources.attempts()  # before this one is among them
-    while (found := find(sources, place, emit, limit, subjects=state.subjects, reserve=reserve)) is not None:
+    while True:
+        listing = state.subjects.listing()  # to know what is needed, and then where to put it
+        found = find(sources, place, emit, limit, subjects=state.subjects, listing=listing, reserve=reserve)
+        if found is None:
+            return None
         lost |= passed_over(found.plan, attempts)
         step, loaded = found.latest.step, time.monotonic()
         mark(Kind.LOAD, step, began, loaded)
-        limit = _try(sources, found, state, feed, place, strict=strict, emit=emit)
+        limit = _try(sources, found, state, listing, feed, place, strict=strict, emit=emit)
         began = time.monotonic()
         if found.chain is not None:
             mark(Kind.REPLAY, step, loaded, began)
         if limit is None:
             break
-    if found is None:
-        return None
     for newer, reason in sorted(lost.items()):
         _say(in_a_line(newer, reason, sources.directory), place)
     state.reductions.restore(found.latest.extras.get("reductions"), place, emit)
@@ -74,14 +77,15 @@ def resume(
 
 
 def _try(
-    sources: Sources, found: Found, state: State, feed: Feed | None, place: Topology, *, strict: bool, emit: Sink
-) -> int | None:
+    sources: Sources, found: Found, state: State, listing: Listing, feed: Feed | None, place: Topology, *, strict: bool,
+    emit: Sink,
+) -> int | None:  # fmt: skip
     """None if all went well; else the last step that the records are good for."""
     try:
         if found.views is None:
-            differing = state.restore(found.base, strict=strict)
+            differing = state.restore(found.base, strict=strict, listing=listing)
         else:  # tensors come when the steps are repeated
-            differing = check(found.base, state.subjects, state.subjects.listing(), strict=strict)
+            differing = check(found.base, state.subjects, listing, strict=strict)
         if found.chain is not None and differing:
             return _passed_over(found, differing, place, emit)
         if found.chain is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from everstep.capture import extras as trees
 from everstep.capture.compressor import Compressor
 from everstep.capture.form import on_device
-from everstep.capture.layout import COMPRESSOR, Subjects
+from everstep.capture.layout import COMPRESSOR, Listing, Subjects
 from everstep.capture.reductions import Reductions
 from everstep.capture.sharded import check_modules, check_optimizer, stepping
 from everstep.errors import BadConfig, Mismatch
@@ -121,9 +121,9 @@ class State:
         for parameter in (p for model in self.subjects.models for p in model.parameters()):
             parameter.grad = None
 
-    def restore(self, base: Checkpoint, *, strict: bool) -> list[str]:
+    def restore(self, base: Checkpoint, *, strict: bool, listing: Listing | None = None) -> list[str]:
         """Put back what optimizers update, and every other tensor; how the program differs from what was saved."""
-        return restore(base, self.subjects, strict=strict)
+        return restore(base, self.subjects, strict=strict, listing=listing)
 
     def restore_rest(self, latest: Checkpoint, *, is_record: bool, strict: bool) -> None:
         """Put back what is beside it: values, groups, schedulers, scaler and extras, of a base or of a record."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from everstep.image import BLOCK, CHUNK_BYTES, round_up
+from everstep.mapped import Mapped
 
 _STRAIGHT_BYTES = 256 << 10  # what is shorter is gathered: a copy costs less than a write of its own
 
@@ -70,7 +71,7 @@ def room_for(size: int) -> memoryview:
     """Fresh memory of this process, in large pages where the system has them: small ones cost more than reading."""
     if not size:
         return memoryview(b"")  # nothing cannot be mapped
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = Mapped(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         room.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
