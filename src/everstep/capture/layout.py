@@ -246,8 +246,7 @@ class Subjects:
     @uncollected()
     def listing(self) -> Listing:
         names = self.names()
-        groups = ((i, group) for i, optimizer in enumerate(self.optimizers) for group in optimizer.param_groups)
-        gate = {id(parameter): i for i, group in groups for parameter in group["params"]}
+        gate = {id(p): i for i, one in enumerate(self.optimizers) for group in one.param_groups for p in group["params"]}
         entries: dict[int, Entry] = {}
         aliases: dict[str, str] = {}
         on_host: list[str] = []
