@@ -246,7 +246,7 @@ class Subjects:
     @uncollected()
     def listing(self) -> Listing:
         names = self.names()
-        gate = {id(p): i for i, one in enumerate(self.optimizers) for group in one.param_groups for p in group["params"]}
+        gate = {id(p): i for i, one in enumerate(self.optimizers) for many in one.param_groups for p in many["params"]}
         entries: dict[int, Entry] = {}
         aliases: dict[str, str] = {}
         on_host: list[str] = []
