@@ -33,7 +33,7 @@ MOST = 0.05  # of the time, that a method may cost
 BLOCK_S, PLAIN_S, PAIRS = 0.4, 0.3, 3  # of blocks with and without
 PAIRED_S = 1.5  # a block that has to be longer than this is the only one
 RUNS = 6  # of one method on one model, at most
-CELL_S, LARGE_CELL_S = 10.0, 20.0  # of runs, after which a method gets no further one on a model,
+CELL_S, LARGE_CELL_S = 9.5, 19.0  # of runs, after which a method gets no further one on a model,
 LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
 LONGEST_S = 6.0  # of training between two saves, unless told
 # What was measured least comes first. Each has its time, more of it if intervals may be longer, and what it leaves of

@@ -27,6 +27,7 @@ STATES = {
     **{f"{count} tensors": (count, 1.0) for count in (64, 1024, 16384)},
     "20 GB": (256, 20.0),
 }  # tensors, GB
+MANY, MANY_TIMES = 10_000, 4  # tensors, that keep a host so busy that captures are told apart only by more of them
 STAND_IN = 0.01  # of the bytes, without a device
 # Of a kernel. A queue has room for a thousand launches: whoever launches more waits in the driver, and nobody else can
 # launch a copy beside it. Products instead of it differed by 20 ms in 600 among themselves.
@@ -89,7 +90,8 @@ def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
                 raise TimeoutError(f"no base was on the disk after {FIRST_BASE_S:.0f} s")
             time.sleep(0.02)
         training = Training(saver, 0.03 + size / (35 * GB))
-        times = captures(saver, scratch, training.gate, gpu_models.sync)
+        often = MANY_TIMES if tensors >= MANY else 1
+        times = captures(saver, scratch, training.gate, gpu_models.sync, times=often)
         times |= _disk(saver, scratch, 2 if size <= GB else 1)
         times["recall_s"] = _recalls(saver, scratch)
         times["load_s"] = torch_loads(subject, scratch, 2, gpu_models.sync) if size <= GB else []

@@ -74,9 +74,9 @@ class Point:
         return Stat([self.bytes / seconds / GB for seconds in getattr(self, key)])
 
 
-def _rounds() -> Iterator[int]:
-    end = time.monotonic() + _CAPTURES_S
-    for count in range(_CAPTURES):
+def _rounds(times: int) -> Iterator[int]:
+    end = time.monotonic() + times * _CAPTURES_S
+    for count in range(times * _CAPTURES):
         if count >= _FEWEST and time.monotonic() > end:
             return
         yield count
@@ -131,32 +131,32 @@ def torch_loads(subject: Any, scratch: Path, turns: int, settle: Callable[[], No
 
 
 def captures(
-    saver: Any, scratch: Path, gate: Callable[[], float], settle: Callable[[], None] = lambda: None
+    saver: Any, scratch: Path, gate: Callable[[], float], settle: Callable[[], None] = lambda: None, *, times: int = 1
 ) -> dict[str, list[float]]:
     """What a capture takes. `gate`: compute, then the next update; how long that had to wait for the copy.
 
-    `settle`: until an update is done, where it is only launched.
+    `settle`: until an update is done, where it is only launched. `times`: as many captures as else.
     """
-    times: dict[str, list[float]] = {
+    found: dict[str, list[float]] = {
         key: [] for key in ("call_s", "gate_s", "cut_s", "looks_s", "held_s", "seal_s")
     }  # fmt: skip
-    for _ in _rounds():
+    for _ in _rounds(times):
         began = time.thread_time()
         with timed() as call:
             saver.save(scratch)
-        times["cut_s"].append(time.thread_time() - began)
-        times["call_s"].append(call.seconds)
-        times["gate_s"].append(gate())
+        found["cut_s"].append(time.thread_time() - began)
+        found["call_s"].append(call.seconds)
+        found["gate_s"].append(gate())
     for _ in range(_SEALS):
         settle()
         with timed() as whole:
             saver.save(scratch)
             saver.run.wait("sealed")
-        times["seal_s"].append(whole.seconds)
+        found["seal_s"].append(whole.seconds)
         saver.step()
         for key, seconds in zip(("looks_s", "held_s"), _looks(saver), strict=True):
-            times[key].append(seconds)
-    return times
+            found[key].append(seconds)
+    return found
 
 
 def _looks(saver: Any) -> tuple[float, float]:
