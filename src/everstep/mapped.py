@@ -34,20 +34,30 @@ class Mapped(mmap.mmap):
         try:
             status = register()
         except Exception:
-            self.pinned_bytes = 0
+            self.unpin()  # it may have been done before it failed
             raise
         if status != 0:
             self.pinned_bytes = 0
         return status
 
     def unpin(self) -> None:
-        size, self.pinned_bytes = self.pinned_bytes, 0
-        if size and self._pinned_by == os.getpid():
+        if self.pinned_bytes and self._pinned_by == os.getpid():
             self._let_go()
+        self.pinned_bytes = 0
+
+    def resize(self, newsize: int) -> None:
+        if newsize < self.pinned_bytes:
+            self.unpin()
+        super().resize(newsize)
 
     def close(self) -> None:
-        self.unpin()
-        super().close()
+        try:
+            self.unpin()
+        finally:
+            super().close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_ending():  # else all of it ends with the process

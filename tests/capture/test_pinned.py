@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from everstep.capture import pinned
 from everstep.capture.pinned import _NEAR_BYTES, _PAGE, _spans, pin, pin_first
+from everstep.capture.sheet import Sheet
 from everstep.events import Event
 from everstep.mapped import Mapped
 
@@ -123,6 +125,75 @@ def test_who_is_interrupted_while_it_is_pinned_leaves_an_owner_behind(
     assert registered
     del slot
     assert not registered
+
+
+def test_who_is_interrupted_while_it_is_let_go_lets_go_again(
+    registered: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unregister, interrupts = pinned._unregister, [True]
+
+    def interrupted(*where: Any) -> None:
+        if interrupts:
+            interrupts.clear()
+            raise KeyboardInterrupt
+        unregister(*where)
+
+    monkeypatch.setattr(pinned, "_unregister", interrupted)
+    slot = mapped()
+    assert pin([slot], {DEVICE}, lambda event: None)
+    with pytest.raises(KeyboardInterrupt):
+        slot.unpin()
+    assert registered
+    del slot
+    assert not registered
+
+
+def test_what_was_pinned_before_something_failed_is_let_go(
+    registered: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = pinned._register
+
+    def failing(*where: Any) -> int:
+        register(*where)
+        raise RuntimeError("the device cannot be changed back")
+
+    monkeypatch.setattr(pinned, "_register", failing)
+    slot = mapped()
+    with pytest.raises(RuntimeError):
+        pin([slot], {DEVICE}, lambda event: None)
+    assert not registered
+
+
+def test_a_mapping_that_ends_in_another_way_or_becomes_shorter_is_let_go(registered: set[int]) -> None:
+    with mapped() as slot:
+        assert pin([slot], {DEVICE}, lambda event: None)
+    assert not registered and slot.closed
+    with tempfile.TemporaryFile() as file:
+        file.truncate(SIZE)
+        slot = Mapped(file.fileno(), SIZE)
+        assert pin([slot], {DEVICE}, lambda event: None)
+        slot.resize(SIZE // 2)
+        assert not registered
+
+
+def test_a_device_that_is_lost_stops_nobody_from_letting_go(
+    registered: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = mapped()
+    assert pin([slot], {DEVICE}, lambda event: None)
+
+    def lost(device: torch.device) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "device", lost)
+    slot.close()
+    assert slot.closed
+
+
+def test_what_no_device_copies_into_is_not_pinned(registered: set[int]) -> None:
+    """Such as values of a log that the loop writes on the host, beside gradients of a device."""
+    sheet = Sheet(layout=None, arena=None, flats=[], runs={}, lanes={}, drained={})  # type: ignore[arg-type]
+    assert sheet.pin(lambda event: None) and not registered
 
 
 def test_a_forked_child_does_not_let_go_of_what_its_parent_has_pinned(registered: set[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import sys
 import threading
@@ -166,3 +167,20 @@ def test_slots_that_were_pinned_while_a_disk_was_read_hold_what_is_captured(
         model, optimizer = make()
         with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
             assert run.resumed_from == 6 and all(map(torch.equal, wanted, values(model, optimizer)))
+
+
+def test_values_on_the_host_are_logged_beside_gradients_of_a_device() -> None:
+    """No device copies into the slots of those values, and so they are not pinned."""
+    with run_directory() as directory:
+        model, optimizer = make()
+        average = copy.deepcopy(model).cpu().requires_grad_(False)
+        with everstep.guard([model, average], optimizer, dir=directory, keeper="inline", strategy="log") as run:
+            for _ in range(8):
+                model(torch.randn(4, 2048, device="cuda")).sum().backward()
+                optimizer.step()
+                for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(new.detach().cpu(), 0.1)
+                run.done()
+        found = everstep.open(directory).load(8)
+        for name, wanted in average.named_parameters():
+            assert torch.equal(found[f"model.1.{name}"], wanted)

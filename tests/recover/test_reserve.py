@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import signal
@@ -10,8 +11,10 @@ import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +23,18 @@ from lives import forget_memory, live, must_finish, run_directory, tiny, train_t
 from torch import nn
 
 import everstep
-from everstep.capture import reserve
-from everstep.capture.host import SHARED_MEMORY
+from everstep.capture import arena, reserve
+from everstep.capture.arena import Arena
+from everstep.capture.host import SHARED_MEMORY, open_root
 from everstep.capture.taken import Taken
 from everstep.config import settings
 from everstep.errors import Mismatch, NotEnoughMemory
+from everstep.image import lay_out
 from everstep.topology import Topology
+from everstep.types import ImageInfo
 
 MOUNT_BYTES = 64 << 20
+RUN = "0" * 32
 _NAMELESS = re.compile(r"everstep-\d+/#\d+ \(deleted\)|memfd:everstep-reserve")
 populate = reserve.populate
 
@@ -90,9 +97,9 @@ def resumed(directory: Path, **options: Any) -> dict[str, Any]:
         return make(self, slots, slot_bytes)
 
     def at_step(run: everstep.Run) -> None:
-        arena = run._capture.arena()
-        if arena is not None and "slots" not in seen:
-            seen["slots"] = sorted(os.fstat(slot).st_ino for slot in arena.descriptors[1:])
+        own = run._capture.arena()
+        if own is not None and "slots" not in seen:
+            seen["slots"] = sorted(os.fstat(slot).st_ino for slot in own.descriptors[1:])
             seen["left"] = sorted(nameless() - set(seen["slots"]))
 
     reserve.Reserve.give = watched  # type: ignore[method-assign]
@@ -204,6 +211,54 @@ def test_whoever_inherited_it_does_not_keep_what_is_let_go(small_memory: Path) -
     os.close(end)
     os.close(until)
     os.waitpid(child, 0)
+
+
+def test_where_an_arena_cannot_be_made_its_reserve_is_let_go(small_memory: Path) -> None:
+    root = open_root(str(small_memory))
+    taken = Taken.nameless(root, 3)
+    taken.take(8 << 20, in_memory=True)
+    assert len(nameless()) == 3
+    (root / RUN).write_text("what should be a folder")
+    with pytest.raises(NotEnoughMemory):
+        make_arena(root, taken)
+    assert nameless() == set() and free_bytes(small_memory) >= MOUNT_BYTES - 4096
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_files_of_a_reserve_are_closed_once_whoever_is_interrupted(
+    forgotten: bool, small_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = open_root(str(small_memory))
+    taken = Taken.nameless(root, 3)
+    taken.take(1 << 20, in_memory=True)
+    assert len(nameless()) == 3
+    interrupts: list[KeyboardInterrupt] = []
+    if not forgotten:
+
+        class Interrupted(weakref.finalize):  # type: ignore[type-arg]
+            def __init__(self, *what: Any) -> None:
+                super().__init__(*what)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(arena, "weakref", SimpleNamespace(finalize=Interrupted))
+        try:
+            make_arena(root, taken)
+        except KeyboardInterrupt as error:
+            interrupts.append(error)  # whose traceback has the arena
+        assert len(interrupts) == 1
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # which may have those numbers now
+    interrupts.clear()
+    del taken
+    gc.collect()
+    assert nameless() == set()
+    for other in others:
+        os.close(other)  # or somebody has done so
+
+
+def make_arena(root: Path, taken: Taken) -> Arena:
+    layout = lay_out([], ImageInfo(run=RUN, rank=0, world=1, format=1), 4096)
+    taken.cut(layout.total_bytes)
+    return Arena.create(root, run=RUN, rank=0, world=1, layout=layout, slots=3, reserved=taken)
 
 
 @pytest.mark.parametrize(

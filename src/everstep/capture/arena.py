@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 import xxhash
 
 from everstep.capture.host import allow_many_files, free_memory, is_memory, populate
-from everstep.capture.taken import Taken, unmap
+from everstep.capture.taken import Taken, close_all, unmap
 from everstep.errors import Damaged, NotEnoughMemory, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
 from everstep.mapped import Mapped
@@ -92,20 +92,19 @@ def _file(folder: Path | None, name: str, whose: str) -> int:
     return os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
 
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
-
-
 class Arena:
     """One rank's slots. The trainer writes; anybody may read at any time."""
 
     before: Callable[[str], None] = staticmethod(lambda operation: None)  # tests kill here
 
-    def __init__(self, control: int, slots: list[int], place: str, mapped: list[Mapped] | None = None) -> None:
-        """Take over open descriptors; `place` is a directory, or MEMFD. `mapped`: the slots, where they are already."""
+    def __init__(self, descriptors: list[int], place: str, mapped: list[Mapped] | None = None) -> None:
+        """Take over what is open of control page and slots: this very list, so that nobody closes anything twice.
+
+        `place` is a directory, or MEMFD. `mapped`: the slots, where they are already.
+        """
         self.place = place
-        self.descriptors = [control, *slots]
+        self.descriptors = descriptors
+        control, *slots = descriptors
         self._lock = -1
         if os.fstat(control).st_size < BLOCK:
             raise Damaged("an arena without a control page", file=place)
@@ -129,7 +128,7 @@ class Arena:
             raise Damaged("an arena whose control file is cut off", file=place)
         self.slots = mapped if mapped is not None else [Mapped(slot, self.slot_bytes) for slot in slots]
         self._next = self._sequence = 0  # of a ring: the slot whose turn it is; the newest seal by this object
-        weakref.finalize(self, _close_all, self.descriptors).atexit = False  # mappings go with the last who looks there
+        weakref.finalize(self, close_all, self.descriptors).atexit = False  # mappings go with the last who looks there
 
     # -- making and finding
 
@@ -152,11 +151,12 @@ class Arena:
             own = kind in ("log", "values")  # these follow each other
             name = secrets.token_hex(8) if own else f"{layout.digest:016x}"
             folder = root / run / f"rank-{rank:05d}-{kind}-{name}"
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True, mode=0o700)
         taken = reserved or Taken()
         opened: list[int] = []
         try:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True, mode=0o700)
             opened.append(_file(folder, "control", whose))
             os.posix_fallocate(opened[0], 0, control_bytes)
             if reserved is None:
@@ -169,11 +169,12 @@ class Arena:
             cls.before("arena header")
             os.pwrite(opened[0], _OWNER.pack(os.getpid()), _OWNER_AT)
             os.pwrite(opened[0], _pack(header), 0)
-            return cls(opened[0], taken.files, str(folder) if folder else MEMFD, taken.buffers)
+            while taken.files:
+                opened.append(taken.files.pop(0))
+            return cls(opened, str(folder) if folder else MEMFD, taken.buffers)
         except BaseException as error:
             taken.let_go()
-            for descriptor in opened:
-                os.close(descriptor)
+            close_all(opened)
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, OSError):
@@ -184,15 +185,13 @@ class Arena:
     @classmethod
     def open(cls, folder: Path) -> Arena:
         """The arena that lies in a directory, whoever made it."""
-        control = os.open(folder / "control", os.O_RDWR)
-        slots: list[int] = []
+        opened = [os.open(folder / "control", os.O_RDWR)]
         try:
-            while (folder / f"slot-{len(slots)}.safetensors").exists():
-                slots.append(os.open(folder / f"slot-{len(slots)}.safetensors", os.O_RDWR))
-            return cls(control, slots, str(folder))
+            while (slot := folder / f"slot-{len(opened) - 1}.safetensors").exists():
+                opened.append(os.open(slot, os.O_RDWR))
+            return cls(opened, str(folder))
         except BaseException:
-            for descriptor in (control, *slots):
-                os.close(descriptor)
+            close_all(opened)
             raise
 
     def populate(self) -> None:
@@ -207,7 +206,7 @@ class Arena:
     def close(self) -> None:
         unmap((self.control, *self.slots))
         self.unlock()
-        _close_all(self.descriptors)
+        close_all(self.descriptors)
 
     def remove(self) -> None:
         if self.place != MEMFD:

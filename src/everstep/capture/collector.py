@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """It would go through them again and again, and find nothing. For one thread at a time: it is the process's."""
+    """It would go through them again and again, and find nothing. It is the whole process's: not for other threads."""
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_on:

@@ -15,7 +15,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from everstep.capture.collector import uncollected
 from everstep.capture.compressor import Compressor
 from everstep.capture.sharded import (
     SHARDED,
@@ -243,7 +242,6 @@ class Subjects:
         models = [(_numbered("model", i, len(self.models)), model) for i, model in enumerate(self.models)]
         return models + [(f"extra.{key}", module) for key, module in self.modules.items()]
 
-    @uncollected()
     def listing(self) -> Listing:
         names = self.names()
         gate = {id(p): i for i, one in enumerate(self.optimizers) for many in one.param_groups for p in many["params"]}

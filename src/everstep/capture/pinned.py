@@ -91,13 +91,18 @@ def pinned_for(devices: Collection[torch.device], sources: Iterable[Tensor]) -> 
     try:
         if sum(size for _, size in spans) >= _WORTH_BYTES:
             populate(spans)  # pages that are mapped are pinned three times as fast
-            begins += (begin for begin, size in spans if _register(begin, size, device) == 0)
+            for begin, size in spans:
+                begins.append(begin)
+                if _register(begin, size, device) != 0:
+                    begins.pop()
         yield
     finally:
-        for one in devices:
-            torch.cuda.synchronize(one)
-        for begin in begins:
-            _unregister(begin, device)
+        try:
+            for one in devices:
+                torch.cuda.synchronize(one)
+        finally:
+            for begin in begins:
+                _unregister(begin, device)
 
 
 def _spans(sources: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -128,8 +133,11 @@ def _register(begin: int, size: int, device: torch.device) -> int:
 
 
 def _unregister(begin: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        _heard(int(torch.cuda.cudart().cudaHostUnregister(begin)))
+    try:
+        with torch.cuda.device(device):
+            _heard(int(torch.cuda.cudart().cudaHostUnregister(begin)))
+    except RuntimeError:
+        pass  # the device is lost, and all that it knew
 
 
 def _heard(status: int) -> int:

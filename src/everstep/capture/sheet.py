@@ -146,8 +146,8 @@ class Sheet:
             lane.drain()
 
     def pin(self, emit: Sink) -> bool:
-        """Until it is closed; whether that could be."""
-        return pin(self.arena.slots, self.lanes, emit)
+        """Until it is closed; whether all that a device copies into could be."""
+        return not self.lanes or pin(self.arena.slots, self.lanes, emit)
 
     def close(self) -> None:
         self.arena.unpin()

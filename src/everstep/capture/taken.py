@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,26 +14,25 @@ from everstep.capture.host import populate
 from everstep.mapped import Mapped
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Taken:
-    """Open files of one length, and their mappings. Whoever has it lets it go, or gives both to an arena."""
+    """Open files of one length, and their mappings, until an arena takes both, or nobody refers to it any more."""
 
     files: list[int] = field(default_factory=list)
     buffers: list[Mapped] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, close_all, self.files).atexit = False
 
     @classmethod
     def nameless(cls, root: Path | None, count: int) -> Taken:
         """Files that are gone when nobody has them open: memfds, or such as can still be given a name under `root`."""
         taken = cls()
-        try:
-            for _ in range(count):
-                if root is None:
-                    taken.files.append(os.memfd_create("everstep-reserve", os.MFD_CLOEXEC))
-                else:
-                    taken.files.append(os.open(root, os.O_RDWR | os.O_TMPFILE, 0o600))
-        except OSError:
-            taken.let_go()
-            raise
+        for _ in range(count):
+            if root is None:
+                taken.files.append(os.memfd_create("everstep-reserve", os.MFD_CLOEXEC))
+            else:
+                taken.files.append(os.open(root, os.O_RDWR | os.O_TMPFILE, 0o600))
         return taken
 
     def map(self, size: int) -> None:
@@ -85,9 +85,14 @@ class Taken:
 
     def let_go(self) -> None:
         unmap(self.buffers)
-        for file in self.files:
-            os.close(file)
-        self.files, self.buffers = [], []
+        self.buffers.clear()
+        close_all(self.files)
+
+
+def close_all(files: list[int]) -> None:
+    """Whoever has this very list finds them closed."""
+    while files:
+        os.close(files.pop())
 
 
 def unmap(buffers: Iterable[mmap.mmap]) -> None:

@@ -324,7 +324,7 @@ def inherited(run: str) -> list[Arena]:
             more = isinstance(message, Inherited) and message.more
             for count in message.counts if isinstance(message, Inherited) else ():
                 mine, descriptors = descriptors[:count], descriptors[count:]
-                arenas.append(Arena(mine[0], mine[1:], MEMFD))
+                arenas.append(Arena(mine, MEMFD))
     except KeeperLost:
         return arenas  # it has just died, and memory that has no name goes with the last who holds it
     finally:

@@ -206,7 +206,7 @@ class Keeper:
             case Hello():
                 self._welcome(channel, message)
             case Attach() if session is not None:
-                arena = Arena(descriptors[0], descriptors[1:], message.place)
+                arena = Arena(descriptors, message.place)
                 arena.populate()
                 if arena.kind in ("log", "values"):
                     if arena.kind == "log":

@@ -96,7 +96,7 @@ class Replicas:
                     self._held = step
                     self._holding.notify_all()
             case Attach(place=place):
-                arena = Arena(descriptors[0], descriptors[1:], place)
+                arena = Arena(descriptors, place)
                 session = self._roster.sessions[arena.rank]
                 before, session.replica = session.replica, arena
                 if before is not None:

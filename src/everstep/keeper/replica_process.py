@@ -70,7 +70,7 @@ class Follower:
             case Hello():
                 self._ranks[message.rank] = Rank(self._tier, message)
             case Attach():
-                self._take(Arena(descriptors[0], descriptors[1:], message.place))
+                self._take(Arena(descriptors, message.place))
             case Hold():
                 self._hold_wanted = True
 

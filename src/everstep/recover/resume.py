@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 from everstep import topology
+from everstep.capture.collector import uncollected
 from everstep.capture.layout import Listing
 from everstep.capture.position import Feed
 from everstep.capture.reserve import Reserve
@@ -48,7 +49,8 @@ def resume(
     lost: dict[int, str] = {}
     attempts = sources.attempts()  # before this one is among them
     while True:
-        listing = state.subjects.listing()  # to know what is needed, and then where to put it
+        with uncollected():
+            listing = state.subjects.listing()  # to know what is needed, and then where to put it
         found = find(sources, place, emit, limit, subjects=state.subjects, listing=listing, reserve=reserve)
         if found is None:
             return None

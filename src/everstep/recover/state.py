@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from everstep.capture import extras as trees
+from everstep.capture.collector import uncollected
 from everstep.capture.compressor import Compressor
 from everstep.capture.form import on_device
 from everstep.capture.layout import COMPRESSOR, Listing, Subjects
@@ -54,7 +55,8 @@ class State:
             if self.subjects.what_is_sharded():
                 raise BadConfig(f"compress= is for gradients that every rank has: {self.subjects.what_is_sharded()}")
             compressor.bind(self.subjects.names())
-        self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
+        with uncollected():
+            self.subjects.listing()  # whatever cannot be stored is refused here and not at the first cut
         trees.encode(self.tree(), "state")
 
     def tree(self) -> dict[str, Any]:
