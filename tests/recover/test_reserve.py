@@ -246,7 +246,7 @@ def test_files_of_a_reserve_are_closed_once_whoever_is_interrupted(
         except KeyboardInterrupt as error:
             interrupts.append(error)  # whose traceback has the arena
         assert len(interrupts) == 1
-    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # which may have those numbers now
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]  # which may have those numbers now
     interrupts.clear()
     del taken
     gc.collect()
