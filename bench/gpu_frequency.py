@@ -198,14 +198,16 @@ def bench_frequency(
         cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * longest_s)
         for method in ordered(name, plan[name]):
             began = time.monotonic()
-            if began > end:
-                raise TimeoutError(f"no time was left for {method} and what comes after it")
-            reason = why_left_out(case, METHODS[method], scratch)
+            reason = SPARED.get(name, {}).get(method, "") if spares else ""
             if reason:
-                Ways.until_removed()  # what the method before has left may be all that is in the way
+                reason = LEFT_OUT + reason  # which takes no time, and so is said when there is none
+            elif began > end:
+                raise TimeoutError(f"no time was left for {method} and what comes after it")
+            else:
                 reason = why_left_out(case, METHODS[method], scratch)
-            if spares and method in SPARED.get(name, {}):
-                reason = LEFT_OUT + SPARED[name][method]
+                if reason:
+                    Ways.until_removed()  # what the method before has left may be all that is in the way
+                    reason = why_left_out(case, METHODS[method], scratch)
             if reason:
                 cell = Cell(error=reason)
             else:
