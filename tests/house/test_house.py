@@ -146,6 +146,12 @@ sys.stderr.write(" ".join(name for name in ("torch", "numpy") if name in sys.mod
 """
 
 
+def test_a_keeper_starts_without_torch() -> None:
+    """One that died is awaited by those who train."""
+    program = "import sys, everstep.keeper.process, everstep.keeper.keeper; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
 @pytest.fixture(scope="module")
 def killed_run() -> Iterator[Path]:
     """A run with steps in memory and on disk, whose trainer is dead."""

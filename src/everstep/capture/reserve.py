@@ -15,17 +15,17 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
-from typing import Self
-
-import torch
+from typing import TYPE_CHECKING, Self
 
 from everstep.capture.host import choose_place, free_memory, is_memory, populate
-from everstep.capture.pinned import pin_first
 from everstep.capture.taken import Taken
 from everstep.config import Settings
 from everstep.errors import EverstepError
 from everstep.image import BLOCK, round_up
 from everstep.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
 
 _SPARE_BYTES = 1 << 20  # of a slot: what is not a tensor may have grown since
 _THREADS = 4  # that take it: more are not faster beside those who read, and keep them waiting (bench/LOG.md)
@@ -91,6 +91,8 @@ class Reserve:
 
     def _take(self) -> int:
         """0, or the error of the kernel."""
+        from everstep.capture.pinned import pin_first  # not by a keeper, which starts without torch and knows of slots
+
         for buffer in self._taken.buffers:
             problem = populate([buffer.span], threads=_THREADS)
             if problem:
