@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SPARE_BYTES = 1 << 20  # of a slot: what is not a tensor may have grown since
 _THREADS = 4  # that take it: more are not faster beside those who read, and keep them waiting (bench/LOG.md)
-_PINNED_BYTES = 4 << 30  # of a slot, from which it is pinned meanwhile: what less would cost is not known (bench/LOG.md)
+_PINNED_BYTES = 4 << 30  # of a slot, from which it is pinned meanwhile: what less costs is not known (bench/LOG.md)
 _SHARE = 0.9  # of the free memory that may be in use at the peak
 
 
