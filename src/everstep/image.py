@@ -212,8 +212,9 @@ def parse(data: memoryview | bytes, total_bytes: int, *, file: str = "") -> tupl
 
 def _has(extent: tuple[int, ...], elements: int) -> bool:
     """Whether a tensor can have these sides, and has so many elements."""
-    can_be = min(extent, default=0) >= 0 and (elements > 0 or _is_bounded(extent))
-    return can_be and len(extent) <= _MOST_SIDES and math.prod(extent) == elements
+    if len(extent) > _MOST_SIDES or math.prod(extent) != elements:
+        return False
+    return min(extent, default=0) >= 0 and (elements > 0 or _is_bounded(extent))
 
 
 def _is_bounded(shape: tuple[int, ...]) -> bool:

@@ -350,17 +350,11 @@ class Run:
     def status(self) -> dict[str, object]:
         """Where the run stands, as plain data."""
         return {
-            "run": self._claim.run,
-            "directory": str(self.settings.directory),
-            "rank": self._place.rank,
-            "world": self._place.world,
-            "step": self.step,
-            "epoch": self.epoch,
-            "resumed_from": self.resumed_from,
-            **self._keeper.levels(),
-            **self._keeping.status(),
-            "replica": self._keeper.replica_status(self.step),
-        }
+            "run": self._claim.run, "directory": str(self.settings.directory),
+            "rank": self._place.rank, "world": self._place.world,
+            "step": self.step, "epoch": self.epoch, "resumed_from": self.resumed_from,
+            **self._keeper.levels(), **self._keeping.status(), "replica": self._keeper.replica_status(self.step),
+        }  # fmt: skip
 
     # -- ending
 
@@ -395,15 +389,18 @@ class Run:
     def _release(self, *, final: bool) -> None:
         self._closed = True
         self._life.pop_all()
-        rings = self._keeping.close()
-        self._keeper.close(final=final)
-        for ring in rings if final and self._keeper.durable_base >= self.step else ():
-            ring.remove()  # the last base is on the disk: nobody needs records
-        self._signals.give_back()
-        self._claim.give_back()
-        if self._presence is not None:
-            self._presence.close(final=final)
-        self._timeline.close()
+        with ExitStack() as others:  # the last one first; whatever goes wrong with one, the others let go, too
+            others.callback(self._timeline.close)
+            if self._presence is not None:
+                others.callback(self._presence.close, final=final)
+            others.callback(self._claim.give_back)
+            others.callback(self._signals.give_back)
+            try:
+                rings = self._keeping.close()
+            finally:
+                self._keeper.close(final=final)
+            for ring in rings if final and self._keeper.durable_base >= self.step else ():
+                ring.remove()  # the last base is on the disk: nobody needs records
 
     def __enter__(self) -> Self:
         return self

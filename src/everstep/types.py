@@ -6,10 +6,13 @@ Each is frozen, and each that reaches a medium is a msgspec struct, so that its 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
+
+from everstep.errors import Damaged
 
 AnyType = TypeVar("AnyType", bound=type[msgspec.Struct])
 
@@ -149,11 +152,33 @@ class Part(Noun, frozen=True, kw_only=True):
     bytes: int
     chunk_bytes: int
     chunks: tuple[int, ...]  # xxh3-64 of every chunk
-    pieces: tuple[Piece, ...]
+    raw_pieces: msgspec.Raw = msgspec.field(name="pieces")  # there may be many, and most readers ask for none of them
     cut_time: float
     torch: str
     replica: str = ""  # as the image says
     digest: str = ""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What the image holds, without the extras."""
+        try:
+            return _pieces(bytes(self.raw_pieces))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Damaged(f"unreadable pieces: {error}", step=self.step, rank=self.rank) from None
+
+
+_PIECES = msgspec.json.Decoder(tuple[Piece, ...])
+
+
+@lru_cache(maxsize=16)
+def _pieces(raw: bytes) -> tuple[Piece, ...]:
+    """They are the same at every step."""
+    return _PIECES.decode(raw)
+
+
+def as_raw(pieces: Sequence[Piece]) -> msgspec.Raw:
+    """As a manifest has them."""
+    return msgspec.Raw(msgspec.json.encode(pieces))
 
 
 class PartRef(Noun, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ def watch_of(holder: dict[str, Tensor]) -> Watch:
     watch = Watch()
     watch.grows(holder)
     for key, tensor in holder.items():
-        watch.add(holder, key, tensor)
+        watch.add(holder, key, tensor, tensor)
     return watch
 
 

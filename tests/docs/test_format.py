@@ -52,7 +52,7 @@ def heading(record: type) -> str:
 def test_every_field_of_a_record_is_described_in_its_order(record: type[msgspec.Struct]) -> None:
     rows = table(heading(record))
     fields = msgspec.structs.fields(record)
-    assert [row[0] for row in rows] == [field.name for field in fields]
+    assert [row[0] for row in rows] == [field.encode_name for field in fields]
     for row, field in zip(rows, fields, strict=True):
         info = msgspec.inspect.type_info(field.type)
         may_be_null = isinstance(info, msgspec.inspect.UnionType)

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from everstep.capture.arena import Arena
 from everstep.capture.host import open_root
+from everstep.errors import Damaged
 from everstep.image import FORMAT, lay_out
 from everstep.keeper import flush
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import commit_name, part_name, read_commit, read_part
+from everstep.store.manifest import (
+    commit_name,
+    part_name,
+    put_record,
+    read_commit,
+    read_part,
+    read_single_part,
+    step_folder,
+)
 from everstep.types import ImageInfo, Part
 
 RUN, LIFE, NEXT = "5" * 32, "1" * 32, "2" * 32
@@ -92,3 +102,17 @@ def test_parts_that_are_known_are_not_committed_if_something_else_lies_there(
         assert flush.commit(tier, 7, [0], 1, NEXT)
     assert not flush.commit(tier, 7, [0], 1, LIFE, [part])
     assert list(flush.sound_steps(tier, RUN)) == ([7] if now == "another life's" else [])
+
+
+@pytest.mark.parametrize("pieces", [b'[{"name":"w"}]', b"7", b'[{"name":"\xff"}]'])
+def test_a_part_whose_pieces_nobody_can_read_is_not_committed(
+    pieces: bytes, write: Callable[[DiskTier, str], Part], tmp_path: Path
+) -> None:
+    """With a digest that is right: its pieces are decoded only when somebody asks for them."""
+    tier = DiskTier(tmp_path / "run")
+    part = msgspec.structs.replace(write(tier, LIFE), raw_pieces=msgspec.Raw(pieces))
+    tier.delete(part_name(7, 0))
+    put_record(tier, part_name(7, 0), part)
+    with pytest.raises(Damaged, match=r"unreadable pieces: .* \(step 7, rank 0\)"):
+        assert read_single_part(tier, 7, 0, RUN, step_folder).pieces
+    assert not flush.commit(tier, 7, [0], 1, LIFE)

@@ -20,9 +20,11 @@ import torch
 from torch import nn
 
 import everstep
+from everstep.capture.copier import Copier
+from everstep.capture.snapshot import Capture
 from everstep.errors import Misuse
 from everstep.events import Closed, Degraded, read_events
-from everstep.keeper.client import keeper_pid
+from everstep.keeper.client import KeeperClient, keeper_pid
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import run_directory
@@ -104,6 +106,37 @@ def test_a_run_whose_life_was_ended_by_a_loss_is_closed_by_letting_go() -> None:
         run = guarded(directory, "log", "process", steps=0)
         assert run.resumed_from == 4
         run.close()
+
+
+@pytest.mark.parametrize("strategy", ["snapshot", "log"])
+@pytest.mark.parametrize("where", ["Capture", "Copier", "KeeperClient"])
+def test_an_end_that_is_interrupted_still_lets_go_of_all_else(
+    strategy: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C once, while somebody is waited for: the next guard() is not told that this process holds the run."""
+    kind = {"Capture": Capture, "Copier": Copier, "KeeperClient": KeeperClient}[where]
+    close, asked = kind.close, list[object]()
+
+    def interrupted(self: Any, **how: Any) -> None:
+        asked.append(self)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        close(self, **how)
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with run_directory() as directory:
+        run = guarded(directory, strategy, "process")
+        hooks = run._state.subjects.optimizers[0]._optimizer_step_pre_hooks
+        assert hooks
+        monkeypatch.setattr(kind, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.close()
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+        if where != "Capture":  # whose own they are
+            assert not hooks
+        again = guarded(directory, strategy, "process", steps=0)
+        assert again.resumed_from == 4
+        again.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])

@@ -37,7 +37,7 @@ from everstep.store.manifest import (
 )
 from everstep.store.objects import ObjectTier
 from everstep.store.tier import Tier
-from everstep.types import Frame, ImageInfo, Part, Survives
+from everstep.types import Frame, ImageInfo, Part, Survives, as_raw
 
 RUN, LIFE, NEXT = "5" * 32, "1" * 32, "2" * 32
 LAYOUT = lay_out([], ImageInfo(format=FORMAT, run=RUN, rank=0, world=1), 4096)
@@ -281,7 +281,7 @@ def save_values(node: Node, step: int) -> None:
     chunks = node.disk.put(data_name(step, 0, values_folder), data)
     part = Part(
         format=FORMAT, run=RUN, generation=LIFE, step=step, rank=0, world=1, bytes=len(data), chunk_bytes=CHUNK_BYTES,
-        chunks=chunks, pieces=(), cut_time=0.0, torch="",
+        chunks=chunks, raw_pieces=as_raw(()), cut_time=0.0, torch="",
     )  # fmt: skip
     node.disk.put(part_name(step, 0, values_folder), memoryview(encode(part)))
 

@@ -12,7 +12,7 @@ from lives import run_directory
 from torch import nn
 
 import everstep
-from everstep.capture.layout import Subjects
+from everstep.capture.layout import Listing, Subjects
 from everstep.errors import Damaged
 from everstep.recover import assemble
 from everstep.recover.needs import Needs
@@ -46,11 +46,11 @@ def test_it_waits_while_a_program_is_listed_which_a_resume_does_once_beside_the_
 ) -> None:
     """A model of thousands of tensors takes longer to list than to read."""
     meanwhile: list[bool] = []
-    names = Subjects.names
+    listing = Subjects.listing
 
-    def watched(self: Subjects) -> dict[int, str]:
+    def watched(self: Subjects) -> Listing:
         meanwhile.append(gc.isenabled())
-        return names(self)
+        return listing(self)
 
     def life(directory: Path, steps: int) -> int | None:
         model = nn.Linear(4, 4)
@@ -65,7 +65,7 @@ def test_it_waits_while_a_program_is_listed_which_a_resume_does_once_beside_the_
     gc.enable()
     with run_directory() as directory:
         assert life(directory, 1) is None
-        monkeypatch.setattr(Subjects, "names", watched)
+        monkeypatch.setattr(Subjects, "listing", watched)
         assert life(directory, 0) == 1
     assert meanwhile.count(False) == 2
     assert gc.isenabled()

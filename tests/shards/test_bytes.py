@@ -16,7 +16,7 @@ from everstep.image import CHUNK_BYTES, FORMAT, parse
 from everstep.recover.needs import Needs
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import data_name, read_some
-from everstep.types import Part, Place
+from everstep.types import Part, Place, as_raw
 
 
 def part_on(tier: DiskTier) -> tuple[Part, torch.Tensor]:
@@ -26,7 +26,7 @@ def part_on(tier: DiskTier) -> tuple[Part, torch.Tensor]:
     chunks = tier.put(data_name(1, 1), data)
     part = Part(
         format=FORMAT, run=RUN, generation="g", step=1, rank=1, world=2, bytes=len(data), chunk_bytes=CHUNK_BYTES,
-        chunks=chunks, pieces=layout.pieces, cut_time=time.time(), torch="",
+        chunks=chunks, raw_pieces=as_raw(layout.pieces), cut_time=time.time(), torch="",
     )  # fmt: skip
     assert info.rank == 1
     return part, whole

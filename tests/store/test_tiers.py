@@ -20,7 +20,7 @@ from everstep.store.manifest import data_name, read_data
 from everstep.store.memory import MemoryTier
 from everstep.store.tier import Arrived, Passing, freely, unseen
 from everstep.testing import check_tier
-from everstep.types import Part, Room
+from everstep.types import Part, Room, as_raw
 
 
 @pytest.mark.parametrize("tier", [DiskTier, MemoryTier])
@@ -104,7 +104,7 @@ def test_bytes_that_a_tier_has_not_shown_are_not_taken_for_checked(tmp_path: Pat
     data = memoryview(bytes(3 * CHUNK_BYTES))
     part = Part(
         format=1, run="0" * 32, step=3, rank=0, world=1, generation="a", bytes=len(data), chunk_bytes=CHUNK_BYTES,
-        chunks=DiskTier(tmp_path).put(data_name(3, 0), data), pieces=(), cut_time=0.0, torch="",
+        chunks=DiskTier(tmp_path).put(data_name(3, 0), data), raw_pieces=as_raw(()), cut_time=0.0, torch="",
     )  # fmt: skip
     assert read_data(DiskTier(tmp_path), part) == data
     with pytest.raises(Damaged, match="1 of 3 chunks were checked"):

@@ -421,9 +421,8 @@ class Recorder:
         for arena in self._left:
             if arena.rank == self._life.topology.rank and arena.kind == kind:
                 self._life.attach(arena)  # so that the keeper writes what is in it before it looks at the new one
-        slots = self._life.newest + 2  # of values the newest stay, one is written, one is read
-        if kind == "log":
-            slots = self._room.slots(base_bytes, layout.total_bytes)
+        of_values = self._life.newest + 2  # the newest stay, one is written, one is read
+        slots = self._room.slots(base_bytes, layout.total_bytes) if kind == "log" else of_values
         for arena in self._left:
             is_alike = (arena.kind, arena.layout_digest, arena.slot_bytes) == (kind, layout.digest, layout.total_bytes)
             if is_alike and len(arena.slots) >= slots:
@@ -441,9 +440,11 @@ class Recorder:
 
     def close(self) -> list[Arena]:
         """Returns the rings, which somebody needs until a base is safe."""
-        self._copier.close()
-        for handle in self._handles:
-            handle.remove()
+        try:
+            self._copier.close()
+        finally:
+            for handle in self._handles:
+                handle.remove()
         self._give_up_form()
         left, self._left = self._left, []
         return left

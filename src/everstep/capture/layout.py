@@ -7,8 +7,10 @@ ranks need not talk. Of what ranks have together only the replicas of a box shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -44,6 +46,7 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+Held = tuple[str, Tensor, dict[str, Any], str]  # a name, the tensor, who holds it, and under which key
 
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -211,14 +214,17 @@ class Subjects:
 
     def names(self) -> dict[int, str]:
         """The full name of every parameter, by its id."""
+        return self._names(_parameters(prefix, model) for prefix, model in self.named_modules())
+
+    def _names(self, parameters: Iterable[Iterable[Held]]) -> dict[int, str]:
         found: dict[int, str] = {}
-        for prefix, model in self.named_modules():
-            for name, parameter, _, _ in _parameters(prefix, model):
-                found.setdefault(id(parameter), name)
+        for name, parameter, _, _ in chain.from_iterable(parameters):
+            found.setdefault(id(parameter), name)
         for prefix, optimizer in self._named_optimizers():
             for g, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
-                    found.setdefault(id(parameter), f"{prefix}.params.{g}.{i}")
+                    if id(parameter) not in found:
+                        found[id(parameter)] = f"{prefix}.params.{g}.{i}"
         return found
 
     def optimizer_infos(self, names: dict[int, str]) -> tuple[OptimizerInfo, ...]:
@@ -243,41 +249,45 @@ class Subjects:
         return models + [(f"extra.{key}", module) for key, module in self.modules.items()]
 
     def listing(self) -> Listing:
-        names = self.names()
+        modules = self.named_modules()
+        parameters = [list(_parameters(prefix, model)) for prefix, model in modules]
+        names = self._names(parameters)
         gate = {id(p): i for i, one in enumerate(self.optimizers) for many in one.param_groups for p in many["params"]}
         entries: dict[int, Entry] = {}
         aliases: dict[str, str] = {}
         on_host: list[str] = []
         watch, at_cut = Watch(), Watch()
 
-        def add(name: str, tensor: Tensor, holder: dict[Any, Any], key: Any, **how: Any) -> None:
-            local, box = local_of(tensor), box_of(name, tensor)
+        def add(
+            name: str, tensor: Tensor, holder: dict[Any, Any], key: Any, *, gate: int | None, is_at_cut: bool,
+            common: bool, family: str = "", box: Box | None = None,
+        ) -> None:  # fmt: skip
+            local, given = tensor, None
+            if is_sharded(tensor):
+                local, box, given = local_of(tensor), box_of(name, tensor), tensor
             _check(name, local)
-            (at_cut if how["at_cut"] else watch).add(holder, key, tensor)
-            known = entries.get(id(tensor))
-            if known is None:
-                how = {"family": name, **how}
-                if box is not None:
-                    how |= {"box": box, "given": tensor, "common": True}
-                entries[id(tensor)] = Entry(name=name, tensor=local, **how)
-            elif known.name != name:
+            (at_cut if is_at_cut else watch).add(holder, key, tensor, local)
+            entry = Entry(
+                name=name, tensor=local, gate=gate, at_cut=is_at_cut, common=common or box is not None,
+                family=family or name, box=box, given=given,
+            )  # fmt: skip
+            known = entries.setdefault(id(tensor), entry)
+            if known.name != name:
                 aliases[name] = known.name
 
         common: dict[int, bool] = {}
-        for prefix, model in self.named_modules():
-            _list_module(prefix, model, gate, common, add, watch, at_cut)
+        for (prefix, model), of_model in zip(modules, parameters, strict=True):
+            _list_module(prefix, model, of_model, gate, common, add, watch, at_cut)
         for i, (prefix, optimizer) in enumerate(self._named_optimizers()):
             states = stepping(optimizer).state
             watch.same(vars(stepping(optimizer)), "state")  # load_state_dict() brings another dict,
             at_cut.same(vars(optimizer), "param_groups")  # and another list
-            watch.grows(states)
-            watch.grows(optimizer.param_groups)
-            for group in optimizer.param_groups:
-                watch.grows(group["params"])
+            for growing in (states, optimizer.param_groups, *(group["params"] for group in optimizer.param_groups)):
+                watch.grows(growing)
             for name, parameter in _list_groups(prefix, optimizer, names, add):
-                how = {"gate": i, "at_cut": False, "common": common.get(id(parameter), False)}
+                is_common = common.get(id(parameter), False)
                 if id(parameter) not in common:
-                    add(name, parameter, {"params": parameter}, "params", **how)
+                    add(name, parameter, {"params": parameter}, "params", gate=i, is_at_cut=False, common=False)
                 state = states.get(parameter, {})
                 watch.grows(state)
                 watch.same(states, parameter)
@@ -291,39 +301,35 @@ class Subjects:
                     check_state(full, value, parameter)
                     if value.device != parameter.device:
                         on_host.append(full)
-                    add(full, value, state, key, family=name, **{**how, **box_of_state(optimizer, value)})
+                    box = box_of_state(optimizer, value)
+                    add(full, value, state, key, gate=i, is_at_cut=False, common=is_common, family=name, box=box)
         for key in ("_scale", "_growth_tracker") if self.scaler is not None else ():
             value = getattr(self.scaler, key, None)
             if isinstance(value, Tensor):
-                add(f"scaler.{key}", value, vars(self.scaler), key, gate=None, at_cut=True, common=False)
+                add(f"scaler.{key}", value, vars(self.scaler), key, gate=None, is_at_cut=True, common=False)
             else:
                 at_cut.plain(vars(self.scaler), key)  # a GradScaler makes its tensors when it is first used
         if self.compressor is not None:
             for holder in self.compressor.holders():
                 at_cut.grows(holder)
                 for key, tensor in holder.items():
-                    at_cut.add(holder, key, tensor)
+                    at_cut.add(holder, key, tensor, tensor)
             for name, tensor in self.compressor.large().items():
                 full = COMPRESSOR + name
                 entries[id(tensor)] = Entry(name=full, tensor=tensor, gate=None, at_cut=True, common=False, family=full)
-        _check_unique(entries.values())
-        return Listing(list(entries.values()), names, aliases, tuple(on_host), watch, at_cut)
+        found = list(entries.values())
+        _check_unique(found)
+        return Listing(found, names, aliases, tuple(on_host), watch, at_cut)
 
 
 def _list_module(
-    prefix: str,
-    model: nn.Module,
-    gate: dict[int, int],
-    common: dict[int, bool],
-    add: Callable[..., None],
-    watch: Watch,
-    at_cut: Watch,
-) -> None:
+    prefix: str, model: nn.Module, parameters: Iterable[Held], gate: dict[int, int], common: dict[int, bool],
+    add: Callable[..., None], watch: Watch, at_cut: Watch,
+) -> None:  # fmt: skip
     replicated = is_replicated(model)
-    for name, parameter, holder, key in _parameters(prefix, model):
-        common[id(parameter)] = common.get(id(parameter), False) or replicated
-        how = {"gate": gate.get(id(parameter)), "at_cut": False, "common": common[id(parameter)]}
-        add(name, parameter, holder, key, **how)
+    for name, parameter, holder, key in parameters:
+        is_common = common[id(parameter)] = replicated or common.get(id(parameter), False)
+        add(name, parameter, holder, key, gate=gate.get(id(parameter)), is_at_cut=False, common=is_common)
     for path, module in model.named_modules(remove_duplicate=False):
         watch.grows(module._modules)
         watch.grows(module._parameters)
@@ -334,21 +340,19 @@ def _list_module(
             else:
                 kind = "" if key not in module._non_persistent_buffers_set else "volatile."
                 name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
-                add(name, buffer, module._buffers, key, gate=None, at_cut=True, common=False)
+                add(name, buffer, module._buffers, key, gate=None, is_at_cut=True, common=False)
 
 
-def _parameters(prefix: str, model: nn.Module) -> Iterator[tuple[str, Tensor, dict[str, Any], str]]:
+def _parameters(prefix: str, model: nn.Module) -> Iterator[Held]:
     """Every parameter under each of its names: full name, parameter, and who holds it under which key."""
     sharded = sharded_parameters(model)
     for path, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
-                holder = sharded.get((id(module), key))
-                if holder is None:
-                    yield name, parameter, module._parameters, key
-                else:
-                    yield name, holder[SHARDED], holder, SHARDED
+                holder = sharded.get((id(module), key)) if sharded else None
+                as_it_is = (name, parameter, module._parameters, key)
+                yield as_it_is if holder is None else (name, holder[SHARDED], holder, SHARDED)
 
 
 def _list_groups(
@@ -358,7 +362,7 @@ def _list_groups(
     for g, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if isinstance(value, Tensor) and value.is_cuda:
-                add(f"{prefix}.group.{g}.{key}", value, group, key, gate=None, at_cut=True, common=False)
+                add(f"{prefix}.group.{g}.{key}", value, group, key, gate=None, is_at_cut=True, common=False)
         for parameter in group["params"]:
             yield names[id(parameter)], parameter
 
@@ -378,12 +382,10 @@ def _check_found_again(name: str, key: object, value: Tensor) -> None:
         raise Unstorable(name, value, f"its optimizer has it under {key!r}, and only names without a dot can be kept")
 
 
-def _check_unique(entries: Any) -> None:
-    seen: set[str] = set()
-    for entry in entries:
-        if entry.name in seen:
-            raise BadConfig(f"two different tensors are called {entry.name}")
-        seen.add(entry.name)
+def _check_unique(entries: Sequence[Entry]) -> None:
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        raise BadConfig(f"two different tensors are called {Counter(names).most_common(1)[0][0]}")
 
 
 def share(entries: Sequence[Entry], rank: int, world: int) -> list[Share]:

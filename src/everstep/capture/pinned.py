@@ -25,7 +25,8 @@ _PAGE = 4096
 
 def cuda_devices(subjects: Subjects) -> set[torch.device]:
     """Those that parameters lie on."""
-    parameters = [p for _, module in subjects.named_modules() for p in module.parameters()]
+    modules = (module for _, whole in subjects.named_modules() for module in whole.modules())
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     parameters += [p for optimizer in subjects.optimizers for group in optimizer.param_groups for p in group["params"]]
     return {p.device for p in parameters if p.is_cuda}
 

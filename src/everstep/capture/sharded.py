@@ -220,8 +220,6 @@ def check_plain_state(name: str, value: object, optimizer: torch.optim.Optimizer
         raise BadConfig(f"{name} is no tensor, and ZeroRedundancyOptimizer has it on one rank only: it cannot be kept")
 
 
-def box_of_state(optimizer: torch.optim.Optimizer, value: Tensor) -> dict[str, Any]:
-    """How a state is listed that is whole, and on this rank only."""
-    if not is_zero(optimizer):
-        return {}
-    return {"box": Box(tuple(value.shape), (0,) * value.dim(), ALONE), "common": True}
+def box_of_state(optimizer: torch.optim.Optimizer, value: Tensor) -> Box | None:
+    """Of a state that is whole, and on this rank only."""
+    return Box(tuple(value.shape), (0,) * value.dim(), ALONE) if is_zero(optimizer) else None

@@ -220,9 +220,11 @@ class Capture:
         return [*self._left, *([self._arena] if self._arena is not None else [])]
 
     def close(self) -> None:
-        self._copier.close()
-        for handle in self._handles:
-            handle.remove()
+        try:
+            self._copier.close()
+        finally:
+            for handle in self._handles:
+                handle.remove()
         if self._arena is not None:
             self._arena.unpin()
         if self._life.reserve is not None:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.capture.sharded import local_of
-
 _LOOKS = 2048  # at a time: up to a millisecond (bench/scaling.py)
 
 
@@ -32,12 +30,13 @@ class Watch:
         self._outer_keys: list[Any] = []
         self._inner: list[Any] = []
 
-    def add(self, holder: dict[Any, Any], key: Any, tensor: Tensor) -> None:
+    def add(self, holder: dict[Any, Any], key: Any, tensor: Tensor, local: Tensor) -> None:
+        """`local`: this rank's part of it."""
         self._holders.append(holder)
         self._keys.append(key)
         self._tensors.append(tensor)
-        self._locals.append(local_of(tensor))
-        self._addresses.append(self._locals[-1].data_ptr())
+        self._locals.append(local)
+        self._addresses.append(local.data_ptr())
 
     def grows(self, container: Any) -> None:
         self._growing.append(container)

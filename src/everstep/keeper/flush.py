@@ -38,7 +38,7 @@ from everstep.store.manifest import (
 )
 from everstep.store.retain import to_retire
 from everstep.store.tier import Passing, Tier, freely
-from everstep.types import Commit, ImageInfo, Part, PartRef
+from everstep.types import Commit, ImageInfo, Part, PartRef, as_raw
 
 _ORPHAN_AGE_S = 300.0
 
@@ -71,8 +71,8 @@ def persist_part(
     arena.set_checks(slot, seal.sequence, chunks)
     part = Part(
         format=info.format, run=info.run, generation=seal.generation, step=seal.step, rank=info.rank, world=info.world,
-        bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces, cut_time=seal.cut_time,
-        torch=torch_version, replica=info.replica,
+        bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, raw_pieces=as_raw(layout.pieces),
+        cut_time=seal.cut_time, torch=torch_version, replica=info.replica,
     )  # fmt: skip
     return put_record(tier, part_file, part)
 
@@ -89,7 +89,7 @@ def put_image(
     chunks = tier.put(data_file, data)
     part = Part(
         format=info.format, run=info.run, generation=generation, step=step, rank=info.rank, world=info.world,
-        bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, pieces=layout.pieces,
+        bytes=len(data), chunk_bytes=CHUNK_BYTES, chunks=chunks, raw_pieces=as_raw(layout.pieces),
         cut_time=cut_time or time.time(), torch=torch_version, replica=info.replica,
     )  # fmt: skip
     return put_record(tier, part_file, part)
@@ -116,19 +116,20 @@ def commit(
     `known`: parts that the caller has written or read itself. To see that they lie there still takes less than to
     read them as if somebody else had written them.
     """
-    parts, by_rank = [], {part.rank: part for part in known}
+    parts, held, by_rank = [], [], {part.rank: part for part in known}
     for rank in ranks:
         file = part_name(step, rank)
         try:
             part = by_rank.get(rank)
             if part is None or tier.get(file) != encode(part):
                 part = read_record(tier, file, Part, step=step, rank=rank)
+            held.append(part.pieces)
         except (FileNotFoundError, Damaged):
             return False
         if part.generation != generation or part.world != world:
             return False
         parts.append(part)
-    missing = uncovered(part.pieces for part in parts) if len(parts) == world else None
+    missing = uncovered(held) if len(parts) == world else None
     if missing is not None:
         raise Damaged(f"the parts are not a whole checkpoint: {missing}", tier=tier.name, step=step)
     record = Commit(

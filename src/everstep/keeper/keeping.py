@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from math import ceil
 from typing import Any
 
@@ -301,11 +302,11 @@ class Keeping:
 
     def close(self) -> list[Arena]:
         """Touch the program's objects no more. Returns the rings, which somebody needs until a base is safe."""
-        rings = self.recorder.close() if self.recorder is not None else []
-        if self.compression is not None:
-            self.compression.close()
-        self.capture.close()
-        return rings
+        with ExitStack() as others:  # whatever goes wrong with one of them
+            others.callback(self.capture.close)
+            if self.compression is not None:
+                others.callback(self.compression.close)
+            return self.recorder.close() if self.recorder is not None else []
 
     def end_life(self) -> None:
         """Before another life begins in this process: nobody looks into the memory of this one any more."""

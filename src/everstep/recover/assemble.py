@@ -44,8 +44,10 @@ class Checkpoint:
         """A piece that tells a tensor's shape and dtype."""
         return self.pieces[name][0][0] if name in self.pieces else self.others[name]
 
-    def names(self) -> list[str]:
-        return list(dict.fromkeys([*self.pieces, *self.others]))
+    def kinds(self) -> dict[str, Piece]:
+        """The same of all tensors, by their names."""
+        found = {name: pieces[0][0] for name, pieces in self.pieces.items()}
+        return found | {name: piece for name, piece in self.others.items() if name not in found}
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor in memory of its own."""
@@ -67,7 +69,7 @@ class Checkpoint:
     def state_names(self, prefix: str) -> dict[str, dict[str, str]]:
         """The tensors of an optimizer's state: parameter -> key -> full name, which several may have in common."""
         found: dict[str, dict[str, str]] = {}
-        known, start = self.names(), f"{prefix}.state."
+        known, start = list(self.kinds()), f"{prefix}.state."
         for name, kept_as in [*zip(known, known, strict=True), *self.info.aliases.items()]:
             if name.startswith(start):
                 parameter, dot, key = name.removeprefix(start).rpartition(".")

@@ -36,14 +36,14 @@ from everstep.types import Piece
 def differences(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> list[str]:
     """How the program differs from what was saved; empty if it is the same."""
     now = {e.name: e for e in listing.entries if _is_model(e.name)}
-    was = {name: checkpoint.kind(name) for name in checkpoint.names() if _is_model(name)}
+    was = {name: piece for name, piece in checkpoint.kinds().items() if _is_model(name)}
     found = [f"missing in the program: {name} {was[name].shape}" for name in was if name not in now]
     found += [f"missing in the checkpoint: {name} {now[name].shape}" for name in now if name not in was]
-    for name in sorted(was.keys() & now.keys()):
-        piece, entry = was[name], now[name]
-        if piece.shape != entry.shape:
+    for name, piece in was.items():
+        entry = now.get(name)
+        if entry is not None and piece.shape != entry.shape:
             found.append(f"{name}: shape was {piece.shape}, is {entry.shape}")
-        if TORCH_DTYPES[piece.dtype] != entry.tensor.dtype:
+        if entry is not None and TORCH_DTYPES[piece.dtype] != entry.tensor.dtype:
             found.append(f"{name}: dtype was {TORCH_DTYPES[piece.dtype]}, is {entry.tensor.dtype}")
     before, after = checkpoint.info.optimizers, subjects.optimizer_infos(listing.names)
     if not before:
@@ -210,11 +210,16 @@ def _tensors_to_copy(checkpoint: Checkpoint, subjects: Subjects, entries: list[E
     current = {entry.name: entry for entry in entries}
     for name, pieces in checkpoint.pieces.items():
         entry = current.get(name)
-        whole = pieces[0][0]
-        if name.startswith("volatile.") and (entry is None or entry.shape != whole.shape):
-            _replace_buffer(subjects, name, checkpoint.tensor(name))
-        elif entry is not None and entry.shape == whole.shape and entry.tensor.dtype == pieces[0][1].dtype:
-            yield from common(pieces, entry.tensor, entry.start)
+        first, part = pieces[0]
+        fits = entry is not None and entry.shape == first.shape
+        if entry is None or not fits:
+            if name.startswith("volatile."):
+                _replace_buffer(subjects, name, checkpoint.tensor(name))
+        elif entry.tensor.dtype == part.dtype:
+            if entry.box is None and first.whole:
+                yield entry.tensor, part  # as most are, and there may be many
+            else:
+                yield from common(pieces, entry.tensor, entry.start)
 
 
 def _copy(pairs: list[Pair]) -> None:

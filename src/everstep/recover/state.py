@@ -91,13 +91,11 @@ class State:
             size = -1  # something under a name of its own that has no length
         known, plain, shared = self._odd.get(index, (None, {}, []))
         if size != known or size < 0:
-            names = self.subjects.names()
+            of_parameters = [key for key in state if isinstance(key, torch.Tensor)]
             shared = [key for key in state if not isinstance(key, torch.Tensor)]
-            plain = {
-                names[id(key)]: key
-                for key in state
-                if isinstance(key, torch.Tensor) and not all(map(torch.is_tensor, state[key].values()))
-            }
+            odd = [key for key in of_parameters if not all(map(torch.is_tensor, state[key].values()))]
+            names = self.subjects.names() if odd else {}
+            plain = {names[id(key)]: key for key in odd}
             self._odd[index] = (size, plain, shared)
         return {
             "plain": {

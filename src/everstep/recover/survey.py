@@ -10,6 +10,7 @@ import xxhash
 
 from everstep import image
 from everstep.capture.arena import Arena, Wreck, find_arenas
+from everstep.capture.collector import uncollected
 from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
@@ -150,7 +151,8 @@ class Sources:
             data, self.fetched_bytes = self.shelves[holding.source].image_of(holding, some)
         else:
             data = self.shelves[holding.source].image(holding, room)
-        layout, info = image.parse(data, len(data), file=file)
+        with uncollected():
+            layout, info = image.parse(data, len(data), file=file)
         if (info.run, info.rank, info.world) != (self.run, holding.rank, holding.world):
             raise Damaged("the image belongs to another run or rank", step=holding.step, rank=holding.rank, file=file)
         return layout, info, data
