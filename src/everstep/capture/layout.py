@@ -249,13 +249,11 @@ class Subjects:
         return models + [(f"extra.{key}", module) for key, module in self.modules.items()]
 
     def listing(self) -> Listing:
-        modules = self.named_modules()
-        parameters = [list(_parameters(prefix, model)) for prefix, model in modules]
-        names = self._names(parameters)
+        walked = [(prefix, model, list(_parameters(prefix, model))) for prefix, model in self.named_modules()]
+        names = self._names(parameters for _, _, parameters in walked)
         gate = {id(p): i for i, one in enumerate(self.optimizers) for many in one.param_groups for p in many["params"]}
         entries: dict[int, Entry] = {}
-        aliases: dict[str, str] = {}
-        on_host: list[str] = []
+        aliases, on_host = dict[str, str](), list[str]()
         watch, at_cut = Watch(), Watch()
 
         def add(
@@ -276,8 +274,8 @@ class Subjects:
                 aliases[name] = known.name
 
         common: dict[int, bool] = {}
-        for (prefix, model), of_model in zip(modules, parameters, strict=True):
-            _list_module(prefix, model, of_model, gate, common, add, watch, at_cut)
+        for prefix, model, parameters in walked:
+            _list_module(prefix, model, parameters, gate, common, add, watch, at_cut)
         for i, (prefix, optimizer) in enumerate(self._named_optimizers()):
             states = stepping(optimizer).state
             watch.same(vars(stepping(optimizer)), "state")  # load_state_dict() brings another dict,
