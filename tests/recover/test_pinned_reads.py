@@ -26,6 +26,7 @@ from everstep.capture import pinned, reserve
 from everstep.capture.arena import Arena
 from everstep.capture.host import populate
 from everstep.capture.pinned import pinned_until_let_go
+from everstep.capture.reserve import Reserve
 from everstep.capture.snapshot import Capture
 from everstep.errors import Mismatch
 from everstep.image import CHUNK_BYTES, ImageLayout
@@ -226,16 +227,23 @@ def test_no_thread_pins_anything_once_guard_has_returned(
 def test_a_thread_that_pins_is_waited_for_before_guard_returns(
     held: dict[int, int], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register, under_way = pinned._register, list[str]()
+    register, under_way, began = pinned._register, list[str](), threading.Event()
+    end_pinning = Reserve.end_pinning
 
     def slow(*where: Any) -> int:
         if threading.current_thread().name.startswith("everstep-reserve"):
             under_way.append("began")
+            began.set()
             time.sleep(0.3)
             under_way.append("ended")
         return register(*where)
 
+    def when_it_is_under_way(self: Reserve) -> None:
+        assert began.wait(60)
+        end_pinning(self)
+
     monkeypatch.setattr(pinned, "_register", slow)
+    monkeypatch.setattr(Reserve, "end_pinning", when_it_is_under_way)
     at_return: list[list[str]] = []
     train(directory, ROWS, steps=1, begun=lambda: at_return.append(under_way[:]))
     assert at_return == [under_way] and under_way.count("began") == under_way.count("ended") > 0
