@@ -35,15 +35,18 @@ from everstep.types import Piece
 
 def differences(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> list[str]:
     """How the program differs from what was saved; empty if it is the same."""
-    now = {e.name: e for e in listing.entries if _is_model(e.name)}
-    was = {name: piece for name, piece in checkpoint.kinds().items() if _is_model(name)}
-    found = [f"missing in the program: {name} {was[name].shape}" for name in was if name not in now]
-    found += [f"missing in the checkpoint: {name} {now[name].shape}" for name in now if name not in was]
+    now, was = {entry.name: entry for entry in listing.entries}, checkpoint.kinds()
+    found = [f"missing in the program: {name} {was[name].shape}" for name in was if name not in now and _is_model(name)]
+    found += [
+        f"missing in the checkpoint: {name} {now[name].shape}" for name in now if name not in was and _is_model(name)
+    ]
     for name, piece in was.items():
         entry = now.get(name)
-        if entry is not None and piece.shape != entry.shape:
+        if entry is None:
+            continue
+        if piece.shape != entry.shape and _is_model(name):
             found.append(f"{name}: shape was {piece.shape}, is {entry.shape}")
-        if entry is not None and TORCH_DTYPES[piece.dtype] != entry.tensor.dtype:
+        if TORCH_DTYPES[piece.dtype] != entry.tensor.dtype and _is_model(name):
             found.append(f"{name}: dtype was {TORCH_DTYPES[piece.dtype]}, is {entry.tensor.dtype}")
     before, after = checkpoint.info.optimizers, subjects.optimizer_infos(listing.names)
     if not before:
