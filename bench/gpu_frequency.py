@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,13 @@ MOST = 0.05  # of the time, that a method may cost
 BLOCK_S, PLAIN_S, PAIRS = 0.4, 0.3, 3  # of blocks with and without
 PAIRED_S = 1.5  # a block that has to be longer than this is the only one
 RUNS = 6  # of one method on one model, at most
-# Of runs, after which a method gets no further one on a model, or on a large one, where one save takes longer than the
-# other. Less where the model's time is short, as on a slow machine, so that every method has at least its first.
-CELL_S, LARGE_CELL_S = 9.5, 19.0
-LARGE = ("gpt2-xl",)
+CELL_S, LARGE_CELL_S = 9.5, 19.0  # of runs, after which a method gets no further one on a model,
+LARGE = ("gpt2-xl",)  # or on one of these, where one save takes longer than that
 LONGEST_S = 6.0  # of training between two saves, unless told
-# What was measured least comes first. Each has at most its time, more if intervals may be longer, and where there is
-# less than all of them have, its share of that.
+# Each has its time, more of it if intervals may be longer, and what those before it have left: who was seen to leave
+# most comes first, and last who needs more on a slow machine.
 MODELS_S = {
-    "gpt2-xl": 340.0, "bert": 150.0, "gpt2": 160.0, "resnet18": 75.0, "vgg16": 90.0, "inception": 75.0, "alexnet": 75.0
+    "gpt2-xl": 340.0, "resnet18": 75.0, "inception": 75.0, "alexnet": 75.0, "vgg16": 90.0, "gpt2": 160.0, "bert": 150.0
 }  # fmt: skip
 GRACE_S = 20.0  # that the last method of a model may take longer, before it is ended
 # Of a large model, as much as its time is enough for; who writes comes before who does not, since removing takes long.
@@ -94,8 +93,7 @@ class Cell:
     runs: list[Run] = field(default_factory=list)
     error: str = ""
     ended: bool = False  # by the limit on its time, before the shortest was known to a fifth
-    runs_s: float = 0.0
-    took_s: float = 0.0  # with all that goes before and after
+    took_s: float = 0.0
     busy: dict[str, Any] | None = None  # the device, with every step kept, if somebody looked
 
     def best(self, *, durable: bool = False) -> Run | None:
@@ -171,7 +169,6 @@ def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float, sampl
         if time.monotonic() - began + next_s > cell_s:
             cell.ended = True
             break
-    cell.runs_s = time.monotonic() - began
     return cell
 
 
@@ -186,11 +183,12 @@ def bench_frequency(
     print(f"link {limits['link_bytes_s'] / 1e9:.1f} GB/s, disk {limits['disk_bytes_s'] / 1e9:.2f} GB/s", flush=True)
 
     sampler = make_sampler(scratch) if set(plan) & set(WATCHED) else None
+    ends = ends_of(list(plan), longest_s, time.monotonic(), deadline)
 
     def one(name: str) -> Iterator[dict[str, Any]]:
-        if time.monotonic() > deadline:
+        end = ends[name]
+        if time.monotonic() > end:
             raise TimeoutError("no time was left for it")
-        end = time.monotonic() + model_seconds(name, list(plan), longest_s, deadline - time.monotonic())
         case = make_case(name)
         torch.backends.cudnn.benchmark = True
         step_s = step_seconds(case)
@@ -200,14 +198,11 @@ def bench_frequency(
             busy = watched(case, partial(timed_steps, case), step_s, looks)
             entry |= {"busy": busy} if busy is not None else {}
         cell_s = max(LARGE_CELL_S if name in LARGE else CELL_S, 1.5 * longest_s)
-        spared = SPARED.get(name, {}) if spares else {}
-        waiting = sum(method not in spared for method in plan[name])
-        beside = Stat()  # what methods took that was no run
         for method in ordered(name, plan[name]):
             began = time.monotonic()
-            reason = ""
-            if method in spared:
-                reason = LEFT_OUT + spared[method]  # which takes no time, and so is said when there is none
+            reason = SPARED.get(name, {}).get(method, "") if spares else ""
+            if reason:
+                reason = LEFT_OUT + reason  # which takes no time, and so is said when there is none
             elif began > end:
                 raise TimeoutError(f"no time was left for {method} and what comes after it")
             else:
@@ -218,12 +213,9 @@ def bench_frequency(
             if reason:
                 cell = Cell(error=reason)
             else:
-                share_s = (end - began) / waiting - (beside.median if beside.values else 0.0)
                 with limited(end + GRACE_S - began):
-                    cell = _tried(Ways(case, METHODS[method], scratch), step_s, longest_s, min(cell_s, share_s), looks)
-            waiting -= method not in spared
+                    cell = _tried(Ways(case, METHODS[method], scratch), step_s, longest_s, cell_s, looks)
             cell.took_s = time.monotonic() - began
-            beside.values += [cell.took_s - cell.runs_s] if cell.runs else []
             entry["cells"][method] = asdict(cell)
             print(f"{case.title:34} {method:34} {cell.took_s:5.1f} s  {_line(cell)}", flush=True)
             yield entry
@@ -239,10 +231,11 @@ def bench_frequency(
         Ways.until_removed()
 
 
-def model_seconds(name: str, models: list[str], longest_s: float, left_s: float) -> float:
-    """Of so many that are left for this model and those after it."""
-    whole = sum(MODELS_S[one] for one in models[models.index(name) :])
-    return min(MODELS_S[name] * max(1.0, longest_s / LONGEST_S), left_s * MODELS_S[name] / whole)
+def ends_of(models: list[str], longest_s: float, began: float, deadline: float) -> dict[str, float]:
+    """Until when each model may begin measurements: its own time after the end of the one before, used or not."""
+    times = (MODELS_S[name] * max(1.0, longest_s / LONGEST_S) for name in models)
+    ends = list(accumulate(times, initial=began))[1:]
+    return {name: min(deadline, end) for name, end in zip(models, ends, strict=True)}
 
 
 def ordered(name: str, methods: list[str]) -> list[str]:

@@ -124,17 +124,14 @@ def test_of_a_large_model_what_matters_most_comes_first() -> None:
     assert large[:2] == ["Everstep, dense log", "Everstep, host"]
 
 
-def test_models_share_what_time_there_is_and_none_has_more_than_its_own() -> None:
-    from gpu_frequency import LONGEST_S, MODELS_S, model_seconds
+def test_a_model_has_its_own_time_and_what_those_before_it_have_left_and_nobody_more_than_there_is() -> None:
+    from gpu_frequency import LONGEST_S, MODELS_S, ends_of
 
-    models, whole = list(MODELS_S), sum(MODELS_S.values())
-    assert all(model_seconds(one, models, LONGEST_S, 2 * whole) == MODELS_S[one] for one in models)
-    assert model_seconds("bert", ["bert"], 3 * LONGEST_S, 2 * whole) == 3 * MODELS_S["bert"]
-    left_s, had = whole / 2, []
-    for one in models:
-        had.append(model_seconds(one, models, LONGEST_S, left_s))
-        left_s -= had[-1]
-    assert had == pytest.approx([MODELS_S[one] / 2 for one in models])
+    first, second, third = (MODELS_S[name] for name in ("resnet18", "vgg16", "bert"))
+    ends = ends_of(["resnet18", "vgg16", "bert"], LONGEST_S, 100.0, 1000.0)
+    assert list(ends.values()) == [100 + first, 100 + first + second, 100 + first + second + third]
+    ends = ends_of(["resnet18", "vgg16"], 2 * LONGEST_S, 100.0, 100 + 2 * first + 5)
+    assert list(ends.values()) == [100 + 2 * first, 100 + 2 * first + 5]
 
 
 def test_every_part_of_all_has_a_unit_and_every_model_of_it_one() -> None:
@@ -166,7 +163,7 @@ def test_all_says_of_each_part_whether_it_is_there_and_passes_over_those_without
     given = asked(tmp_path, since="2026-11-18", only="gpt2")
     given.part, given.deadline = ["all"], time.monotonic() + 1000
     assert gpu_all.bench_all(list(gpu.PARTS), given, gpu.missing)
-    assert begun == ["recovery", "paced", "frequency"]
+    assert begun == ["frequency", "recovery", "paced"]
     told = json.loads((tmp_path / "gpu-all.json").read_text())
     said = told["tables"][0]["rows"]
     assert {row[0]: row[3] for row in said} == {**dict.fromkeys(begun, gpu_all.WELL), "exact": gpu_all.THERE}
