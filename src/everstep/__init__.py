@@ -8,7 +8,7 @@ types errors events timeline cadence checked tiers config image mapped launch wi
 tune/           how often, and which way                models strategy controller
 tune/           by the rules of others, and offline     classics levels machine
 # the road out: a byte leaves the model
-capture/        which part of a tensor is whose         collector sharded watch layout buckets
+capture/        which part of a tensor is whose         collector sharded watch layout shares buckets
 capture/        memory that outlives the trainer        host taken arena reserve
 capture/        off the device, without stopping it     pinned life copier hooks shape snapshot extras
 capture/        where the data stands                   stream position

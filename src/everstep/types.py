@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -160,20 +159,18 @@ class Part(Noun, frozen=True, kw_only=True):
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """What the image holds, without the extras."""
+        """What the image holds, without the extras. Like all of a record they have one spelling."""
         try:
-            return _pieces(bytes(self.raw_pieces))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise Damaged(f"unreadable pieces: {error}", step=self.step, rank=self.rank) from None
+            pieces = _PIECES.decode(self.raw_pieces)
+            problem = "" if as_raw(pieces) == self.raw_pieces else "they are not spelt as they are written"
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            problem = str(error)
+        if problem:
+            raise Damaged(f"unreadable pieces: {problem}", step=self.step, rank=self.rank)
+        return pieces
 
 
 _PIECES = msgspec.json.Decoder(tuple[Piece, ...])
-
-
-@lru_cache(maxsize=16)
-def _pieces(raw: bytes) -> tuple[Piece, ...]:
-    """They are the same at every step."""
-    return _PIECES.decode(raw)
 
 
 def as_raw(pieces: Sequence[Piece]) -> msgspec.Raw:

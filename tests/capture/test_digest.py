@@ -14,7 +14,8 @@ from xxhash import xxh3_64_intdigest
 
 from everstep.capture import digest as module
 from everstep.capture.digest import MODULUS, StateDigest, digest, number
-from everstep.capture.layout import Entry, share
+from everstep.capture.layout import Entry
+from everstep.capture.shares import share
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture import layout
+from everstep.capture import layout, shares
 from everstep.capture.snapshot import Capture
 from everstep.image import parse
 
@@ -203,7 +203,7 @@ def test_nothing_per_tensor_happens_in_the_training_thread(directory: Path, monk
     run = everstep.guard(model, optimizer, dir=directory, keeper="inline")
     for step in range(10):
         if step == 6:
-            monkeypatch.setattr(layout.Share, "source", _forbidden)
+            monkeypatch.setattr(shares.Share, "source", _forbidden)
             monkeypatch.setattr(layout.Subjects, "listing", _forbidden)
         model.seen.add_(1)
         optimizer.step()

@@ -134,6 +134,9 @@ def test_an_end_that_is_interrupted_still_lets_go_of_all_else(
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
         if where != "Capture":  # whose own they are
             assert not hooks
+        if where != "KeeperClient":
+            assert run._keeper._closing
+        assert not run._timeline._thread.is_alive()
         again = guarded(directory, strategy, "process", steps=0)
         assert again.resumed_from == 4
         again.close()

@@ -21,7 +21,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 from everstep.capture.digest import StateDigest, number
 from everstep.capture.extras import decode, encode
-from everstep.capture.layout import Subjects, share
+from everstep.capture.layout import Subjects
+from everstep.capture.shares import share
 from everstep.capture.update import Call, Consumed, is_elementwise, is_sliceable, rebuild, why_not
 from everstep.errors import Diverged, EverstepError
 from everstep.recover import gather

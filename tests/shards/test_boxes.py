@@ -17,9 +17,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from everstep.capture import extras
-from everstep.capture.layout import Entry, share
+from everstep.capture.layout import Entry
 from everstep.capture.shape import view_in
 from everstep.capture.sharded import Box, located, sharers_at
+from everstep.capture.shares import share
 from everstep.errors import Damaged
 from everstep.image import FORMAT, STEPPED_FORMAT, lay_out, parse
 from everstep.recover.assemble import common, view

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from everstep.capture.layout import Entry, Share, shaped
+from everstep.capture.layout import Entry, shaped
+from everstep.capture.shares import Share
 from everstep.errors import Damaged, NewerFormat
 from everstep.image import ImageLayout, lay_out, parse
 from everstep.recover.assemble import tensor_in

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.capture.layout import Share
+from everstep.capture.shares import Share
 
 # By the kind of device. A bucket of the host is copied before its gate opens, one of a device is only queued by then,
 # and each takes the interpreter from the loop.

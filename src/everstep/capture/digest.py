@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from everstep.capture.layout import Share
+from everstep.capture.shares import Share
 
 MODULUS = 1 << 64
 _BLOCK = 1 << 14  # words that share a table of weights; each block scales it by a number of its own

@@ -17,10 +17,11 @@ from torch import Tensor
 from everstep.capture.arena import Arena, ArenaKind
 from everstep.capture.compressor import Compressor
 from everstep.capture.digest import StateDigest
-from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Share, Subjects
+from everstep.capture.layout import COMPRESSOR, DTYPES, Entry, Listing, Subjects
 from everstep.capture.life import Life
 from everstep.capture.shape import Shape, group_alike
 from everstep.capture.sharded import is_sharded
+from everstep.capture.shares import Share
 from everstep.capture.sheet import Sheet, lay_out_sheet
 from everstep.capture.stepped import placements_of, places
 from everstep.capture.update import Call, kinds_of_device, parameters_of

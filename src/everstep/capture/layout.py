@@ -1,14 +1,12 @@
-"""What the state is made of: every tensor by its full name, whose share it is, and in which bucket it travels.
+"""What the state is made of: every tensor by its full name, who holds it, and when it may change.
 
-`Subjects` holds the objects that a user gave to guard() and lists their tensors. `share` cuts common tensors among the
-ranks, by rows, so that each rank copies about the same number of bytes; it is a function of the listing alone, so the
-ranks need not talk. Of what ranks have together only the replicas of a box share the work.
+`Subjects` holds the objects that a user gave to guard() and lists their tensors.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -21,7 +19,6 @@ from everstep.capture.compressor import Compressor
 from everstep.capture.sharded import (
     SHARDED,
     Box,
-    Sharers,
     box_of,
     box_of_state,
     check_plain_state,
@@ -34,7 +31,6 @@ from everstep.capture.sharded import (
 )
 from everstep.capture.watch import Watch
 from everstep.errors import BadConfig, Unstorable
-from everstep.image import Wanted
 from everstep.types import OptimizerInfo, Piece
 
 COMPRESSOR = "compressor."  # how the residuals of a gradient compressor are called
@@ -46,7 +42,8 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-Held = tuple[str, Tensor, dict[str, Any], str]  # a name, the tensor, who holds it, and under which key
+
+_Held = tuple[str, Tensor, dict[str, Any], str]  # a name, the tensor, who holds it, and under which key
 
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -76,50 +73,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def start(self) -> tuple[int, ...]:
         return self.box.start if self.box is not None else (0,) * self.tensor.dim()
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The rows of an entry that this rank keeps."""
-
-    entry: Entry
-    first: int
-    rows: int
-
-    def source(self, tensor: Tensor | None = None) -> Tensor:
-        tensor = (self.entry.tensor if tensor is None else tensor).detach()
-        return tensor if tensor.dim() == 0 or self.rows == tensor.shape[0] else tensor.narrow(0, self.first, self.rows)
-
-    def wanted(self) -> Wanted:
-        entry, local = self.entry, tuple(self.entry.tensor.shape)
-        start = (entry.start[0] + self.first, *entry.start[1:]) if local else ()
-        return Wanted(
-            name=entry.name, dtype=DTYPES[entry.tensor.dtype], shape=entry.shape, start=start,
-            extent=(self.rows, *local[1:]) if local else (), private=not entry.common, order=_order(entry.tensor),
-        )  # fmt: skip
-
-    def chunks(self, most: int) -> Iterator[Share]:
-        """The same rows in shares of at most so many bytes, as far as rows can be cut."""
-        at_once = max(1, self.rows * most // max(1, self.bytes))
-        for first in range(self.first, self.first + self.rows, at_once):
-            yield Share(self.entry, first, min(at_once, self.first + self.rows - first))
-
-    @property
-    def bytes(self) -> int:
-        tensor = self.entry.tensor
-        return tensor.nbytes if tensor.dim() == 0 else tensor.nbytes // max(1, tensor.shape[0]) * self.rows
-
-
-def _order(tensor: Tensor) -> tuple[int, ...] | msgspec.UnsetType:
-    """How the dimensions lie in memory, if otherwise than they are numbered: a copy in that order moves whole runs.
-
-    Only where rows come first and nothing lies between: other tensors are put in order as they are copied.
-    """
-    if tensor.is_contiguous():
-        return msgspec.UNSET
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda one: -strides[one])
-    return tuple(order) if order[0] == 0 and tensor.permute(order).is_contiguous() else msgspec.UNSET
 
 
 def shaped(elements: Tensor, piece: Piece) -> Tensor:
@@ -216,7 +169,7 @@ class Subjects:
         """The full name of every parameter, by its id."""
         return self._names(_parameters(prefix, model) for prefix, model in self.named_modules())
 
-    def _names(self, parameters: Iterable[Iterable[Held]]) -> dict[int, str]:
+    def _names(self, parameters: Iterable[Iterable[_Held]]) -> dict[int, str]:
         found: dict[int, str] = {}
         for name, parameter, _, _ in chain.from_iterable(parameters):
             found.setdefault(id(parameter), name)
@@ -251,97 +204,125 @@ class Subjects:
     def listing(self) -> Listing:
         walked = [(prefix, model, list(_parameters(prefix, model))) for prefix, model in self.named_modules()]
         names = self._names(parameters for _, _, parameters in walked)
-        gate = {id(p): i for i, one in enumerate(self.optimizers) for many in one.param_groups for p in many["params"]}
-        entries: dict[int, Entry] = {}
-        aliases, on_host = dict[str, str](), list[str]()
-        watch, at_cut = Watch(), Watch()
-
-        def add(
-            name: str, tensor: Tensor, holder: dict[Any, Any], key: Any, *, gate: int | None, is_at_cut: bool,
-            common: bool, family: str = "", box: Box | None = None,
-        ) -> None:  # fmt: skip
-            local, given = tensor, None
-            if is_sharded(tensor):
-                local, box, given = local_of(tensor), box_of(name, tensor), tensor
-            _check(name, local)
-            (at_cut if is_at_cut else watch).add(holder, key, tensor, local)
-            entry = Entry(
-                name=name, tensor=local, gate=gate, at_cut=is_at_cut, common=common or box is not None,
-                family=family or name, box=box, given=given,
-            )  # fmt: skip
-            known = entries.setdefault(id(tensor), entry)
-            if known.name != name:
-                aliases[name] = known.name
-
-        common: dict[int, bool] = {}
+        gates = {id(p): i for i, one in enumerate(self.optimizers) for many in one.param_groups for p in many["params"]}
+        making = _Making()
         for prefix, model, parameters in walked:
-            _list_module(prefix, model, parameters, gate, common, add, watch, at_cut)
+            making.add_module(prefix, model, parameters, gates)
         for i, (prefix, optimizer) in enumerate(self._named_optimizers()):
-            states = stepping(optimizer).state
-            watch.same(vars(stepping(optimizer)), "state")  # load_state_dict() brings another dict,
-            at_cut.same(vars(optimizer), "param_groups")  # and another list
-            for growing in (states, optimizer.param_groups, *(group["params"] for group in optimizer.param_groups)):
-                watch.grows(growing)
-            for name, parameter in _list_groups(prefix, optimizer, names, add):
-                is_common = common.get(id(parameter), False)
-                if id(parameter) not in common:
-                    add(name, parameter, {"params": parameter}, "params", gate=i, is_at_cut=False, common=False)
+            making.add_optimizer(i, prefix, optimizer, names)
+        if self.scaler is not None:
+            making.add_scaler(self.scaler)
+        if self.compressor is not None:
+            making.add_compressor(self.compressor)
+        return making.listing(names)
+
+
+@dataclass(slots=True)
+class _Making:
+    """A listing that is not done yet."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)  # by the id of what the program has
+    aliases: dict[str, str] = field(default_factory=dict)
+    on_host: list[str] = field(default_factory=list)
+    common: dict[int, bool] = field(default_factory=dict)  # parameters of models, by id
+    watch: Watch = field(default_factory=Watch)
+    watch_at_cut: Watch = field(default_factory=Watch)
+
+    def listing(self, names: dict[int, str]) -> Listing:
+        entries = list(self.entries.values())
+        called = [entry.name for entry in entries]
+        if len(set(called)) < len(called):
+            raise BadConfig(f"two different tensors are called {Counter(called).most_common(1)[0][0]}")
+        return Listing(entries, names, self.aliases, tuple(self.on_host), self.watch, self.watch_at_cut)
+
+    def add(
+        self, name: str, tensor: Tensor, holder: dict[Any, Any], key: Any, *, gate: int | None = None,
+        at_cut: bool = False, common: bool = False, family: str = "", box: Box | None = None,
+    ) -> None:  # fmt: skip
+        local, given = tensor, None
+        if is_sharded(tensor):
+            local, box, given = local_of(tensor), box_of(name, tensor), tensor
+        _check(name, local)
+        (self.watch_at_cut if at_cut else self.watch).add(holder, key, tensor, local)
+        entry = Entry(
+            name=name, tensor=local, gate=gate, at_cut=at_cut, common=common or box is not None, family=family or name,
+            box=box, given=given,
+        )  # fmt: skip
+        known = self.entries.setdefault(id(tensor), entry)
+        if known.name != name:
+            self.aliases[name] = known.name
+
+    def add_module(
+        self, prefix: str, model: nn.Module, parameters: Iterable[_Held], gates: dict[int, int]
+    ) -> None:  # fmt: skip
+        is_common = is_replicated(model)
+        for name, parameter, holder, key in parameters:
+            common = self.common[id(parameter)] = is_common or self.common.get(id(parameter), False)
+            self.add(name, parameter, holder, key, gate=gates.get(id(parameter)), common=common)
+        for path, module in model.named_modules(remove_duplicate=False):
+            self.watch.grows(module._modules)
+            self.watch.grows(module._parameters)
+            self.watch_at_cut.grows(module._buffers)
+            for key, buffer in module._buffers.items():
+                if buffer is None:
+                    self.watch_at_cut.plain(module._buffers, key)
+                else:
+                    kind = "" if key not in module._non_persistent_buffers_set else "volatile."
+                    name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
+                    self.add(name, buffer, module._buffers, key, at_cut=True)
+
+    def add_optimizer(self, index: int, prefix: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        states = stepping(optimizer).state
+        self.watch.same(vars(stepping(optimizer)), "state")  # load_state_dict() brings another dict,
+        self.watch_at_cut.same(vars(optimizer), "param_groups")  # and another list
+        self.watch.grows(states)
+        self.watch.grows(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            self.watch.grows(group["params"])
+        for g, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, Tensor) and value.is_cuda:
+                    self.add(f"{prefix}.group.{g}.{key}", value, group, key, at_cut=True)
+            for parameter in group["params"]:
+                name, common = names[id(parameter)], self.common.get(id(parameter), False)
+                if id(parameter) not in self.common:
+                    self.add(name, parameter, {"params": parameter}, "params", gate=index)
                 state = states.get(parameter, {})
-                watch.grows(state)
-                watch.same(states, parameter)
+                self.watch.grows(state)
+                self.watch.same(states, parameter)
                 for key, value in state.items():
                     full = f"{prefix}.state.{name}.{key}"
                     if not isinstance(value, Tensor):
                         check_plain_state(full, value, optimizer)
-                        watch.plain(state, key)
+                        self.watch.plain(state, key)
                         continue
                     _check_found_again(full, key, value)
                     check_state(full, value, parameter)
                     if value.device != parameter.device:
-                        on_host.append(full)
+                        self.on_host.append(full)
                     box = box_of_state(optimizer, value)
-                    add(full, value, state, key, gate=i, is_at_cut=False, common=is_common, family=name, box=box)
-        for key in ("_scale", "_growth_tracker") if self.scaler is not None else ():
-            value = getattr(self.scaler, key, None)
+                    self.add(full, value, state, key, gate=index, common=common, family=name, box=box)
+
+    def add_scaler(self, scaler: Any) -> None:
+        for key in ("_scale", "_growth_tracker"):
+            value = getattr(scaler, key, None)
             if isinstance(value, Tensor):
-                add(f"scaler.{key}", value, vars(self.scaler), key, gate=None, is_at_cut=True, common=False)
+                self.add(f"scaler.{key}", value, vars(scaler), key, at_cut=True)
             else:
-                at_cut.plain(vars(self.scaler), key)  # a GradScaler makes its tensors when it is first used
-        if self.compressor is not None:
-            for holder in self.compressor.holders():
-                at_cut.grows(holder)
-                for key, tensor in holder.items():
-                    at_cut.add(holder, key, tensor, tensor)
-            for name, tensor in self.compressor.large().items():
-                full = COMPRESSOR + name
-                entries[id(tensor)] = Entry(name=full, tensor=tensor, gate=None, at_cut=True, common=False, family=full)
-        found = list(entries.values())
-        _check_unique(found)
-        return Listing(found, names, aliases, tuple(on_host), watch, at_cut)
+                self.watch_at_cut.plain(vars(scaler), key)  # a GradScaler makes its tensors when it is first used
+
+    def add_compressor(self, compressor: Compressor) -> None:
+        for holder in compressor.holders():
+            self.watch_at_cut.grows(holder)
+            for key, tensor in holder.items():
+                self.watch_at_cut.add(holder, key, tensor, tensor)
+        for name, tensor in compressor.large().items():
+            full = COMPRESSOR + name
+            entry = Entry(name=full, tensor=tensor, gate=None, at_cut=True, common=False, family=full)
+            self.entries[id(tensor)] = entry
 
 
-def _list_module(
-    prefix: str, model: nn.Module, parameters: Iterable[Held], gate: dict[int, int], common: dict[int, bool],
-    add: Callable[..., None], watch: Watch, at_cut: Watch,
-) -> None:  # fmt: skip
-    replicated = is_replicated(model)
-    for name, parameter, holder, key in parameters:
-        is_common = common[id(parameter)] = replicated or common.get(id(parameter), False)
-        add(name, parameter, holder, key, gate=gate.get(id(parameter)), is_at_cut=False, common=is_common)
-    for path, module in model.named_modules(remove_duplicate=False):
-        watch.grows(module._modules)
-        watch.grows(module._parameters)
-        at_cut.grows(module._buffers)
-        for key, buffer in module._buffers.items():
-            if buffer is None:
-                at_cut.plain(module._buffers, key)
-            else:
-                kind = "" if key not in module._non_persistent_buffers_set else "volatile."
-                name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
-                add(name, buffer, module._buffers, key, gate=None, is_at_cut=True, common=False)
-
-
-def _parameters(prefix: str, model: nn.Module) -> Iterator[Held]:
+def _parameters(prefix: str, model: nn.Module) -> Iterator[_Held]:
     """Every parameter under each of its names: full name, parameter, and who holds it under which key."""
     sharded = sharded_parameters(model)
     for path, module in model.named_modules(remove_duplicate=False):
@@ -349,20 +330,10 @@ def _parameters(prefix: str, model: nn.Module) -> Iterator[Held]:
             if parameter is not None:
                 name = f"{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
                 holder = sharded.get((id(module), key)) if sharded else None
-                as_it_is = (name, parameter, module._parameters, key)
-                yield as_it_is if holder is None else (name, holder[SHARDED], holder, SHARDED)
-
-
-def _list_groups(
-    prefix: str, optimizer: torch.optim.Optimizer, names: dict[int, str], add: Callable[..., None]
-) -> Iterator[tuple[str, Tensor]]:
-    """Add what the groups hold on a device, and go through their parameters."""
-    for g, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if isinstance(value, Tensor) and value.is_cuda:
-                add(f"{prefix}.group.{g}.{key}", value, group, key, gate=None, is_at_cut=True, common=False)
-        for parameter in group["params"]:
-            yield names[id(parameter)], parameter
+                if holder is None:
+                    yield name, parameter, module._parameters, key
+                else:
+                    yield name, holder[SHARDED], holder, SHARDED
 
 
 def _check(name: str, tensor: Tensor) -> None:
@@ -378,71 +349,3 @@ def _check_found_again(name: str, key: object, value: Tensor) -> None:
     """Whether a restore would find a state: by the name of its parameter, and behind the last dot its own."""
     if not isinstance(key, str) or "." in key:
         raise Unstorable(name, value, f"its optimizer has it under {key!r}, and only names without a dot can be kept")
-
-
-def _check_unique(entries: Sequence[Entry]) -> None:
-    names = [entry.name for entry in entries]
-    if len(set(names)) < len(names):
-        raise BadConfig(f"two different tensors are called {Counter(names).most_common(1)[0][0]}")
-
-
-def share(entries: Sequence[Entry], rank: int, world: int) -> list[Share]:
-    """What this rank keeps: all of its own, and its part of what others have too, cut between rows.
-
-    A parameter and its optimizer's state are cut at the same rows, so that whoever keeps some rows of them can repeat
-    their update. What has other rows than its parameter stays with the parameter's first row.
-    """
-    everybody = Sharers("everybody", rank, world)
-    groups: dict[Sharers, dict[str, list[Entry]]] = {}  # those who have the same entries -> families
-    for entry in entries:
-        if entry.common:
-            families = groups.setdefault(entry.box.sharers if entry.box is not None else everybody, {})
-            families.setdefault(entry.family, []).append(entry)
-    spans = {sharers: _spans(families, sharers) for sharers, families in groups.items()}
-    kept: list[Share] = []
-    for entry in entries:
-        if not entry.common:
-            kept.append(Share(entry, 0, _rows(entry)))
-            continue
-        if entry.box is not None and not entry.tensor.numel() and 0 not in entry.shape:
-            continue  # others have all of it
-        sharers = entry.box.sharers if entry.box is not None else everybody
-        first, last = spans[sharers][entry.family]
-        if last < 0:
-            continue
-        if entry.tensor.shape == groups[sharers][entry.family][0].tensor.shape:
-            kept.append(Share(entry, first, last - first))
-        elif first == 0:
-            kept.append(Share(entry, 0, _rows(entry)))
-    return kept
-
-
-def _spans(families: dict[str, list[Entry]], sharers: Sharers) -> dict[str, tuple[int, int]]:
-    """Of each family the rows that this one of the sharers keeps, from and to; to -1: none."""
-    row_bytes = {name: sum(map(_row_bytes, _alike(members))) for name, members in families.items()}
-    total = sum(row_bytes[name] * _rows(members[0]) for name, members in families.items())
-    low, high = (total * one // sharers.count for one in (sharers.index, sharers.index + 1))
-    spans: dict[str, tuple[int, int]] = {}
-    at = 0
-    for name, members in families.items():
-        rows, size = _rows(members[0]), row_bytes[name]
-        if size == 0:
-            spans[name] = (0, rows if sharers.index == 0 else -1)
-        else:
-            first, last = (min(rows, max(0, -((at - edge) // size))) for edge in (low, high))
-            spans[name] = (first, last if first < last else -1)
-        at += size * rows
-    return spans
-
-
-def _rows(entry: Entry) -> int:
-    return entry.tensor.shape[0] if entry.tensor.dim() else 1
-
-
-def _row_bytes(entry: Entry) -> int:
-    return entry.tensor.nbytes // max(1, _rows(entry))
-
-
-def _alike(family: list[Entry]) -> list[Entry]:
-    """The members that are cut like their parameter, which comes first."""
-    return [entry for entry in family if entry.tensor.shape == family[0].tensor.shape]

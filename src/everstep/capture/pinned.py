@@ -24,7 +24,7 @@ _PAGE = 4096
 
 
 def cuda_devices(subjects: Subjects) -> set[torch.device]:
-    """Those that parameters lie on."""
+    """Those that parameters lie on. Module.parameters() would make a name for each, which takes as long as a copy."""
     modules = (module for _, whole in subjects.named_modules() for module in whole.modules())
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     parameters += [p for optimizer in subjects.optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -22,12 +22,11 @@ from everstep.capture.layout import (
     TORCH_DTYPES,
     Entry,
     Listing,
-    Share,
     Subjects,
     shaped,
-    share,
 )
 from everstep.capture.life import Life
+from everstep.capture.shares import Share, share
 from everstep.errors import BadConfig
 from everstep.image import FORMAT, ImageLayout, lay_out
 from everstep.topology import Topology

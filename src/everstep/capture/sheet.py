@@ -18,9 +18,9 @@ from torch import Tensor
 
 from everstep.capture.arena import Arena
 from everstep.capture.copier import Copier
-from everstep.capture.layout import Share
 from everstep.capture.pinned import pin
 from everstep.capture.shape import Lane, Run, make_lane, make_runs, place_in, view_in
+from everstep.capture.shares import Share
 from everstep.events import Sink
 from everstep.image import ImageLayout, lay_out
 from everstep.types import ImageInfo, Piece

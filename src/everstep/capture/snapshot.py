@@ -225,10 +225,10 @@ class Capture:
         finally:
             for handle in self._handles:
                 handle.remove()
+            if self._life.reserve is not None:
+                self._life.reserve.close()  # no cut has come
         if self._arena is not None:
-            self._arena.unpin()
-        if self._life.reserve is not None:
-            self._life.reserve.close()  # no cut has come
+            self._arena.unpin()  # not if that was interrupted: copies may be on their way
 
     def _watch_versions(self, shape: Shape) -> None:
         """In the first captures, remember how often each gated tensor was written, to compare at the gate."""

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from everstep.capture.bits import cut_up, same_bits
 from everstep.capture.copier import Copier
 from everstep.capture.form import Form
-from everstep.capture.layout import Share, Subjects
+from everstep.capture.layout import Subjects
 from everstep.capture.moments import Moments
 from everstep.capture.reductions import has_hook
+from everstep.capture.shares import Share
 from everstep.events import Sink, TapMoved
 
 _LOOKS, _LOOK_EVERY = 4, 64  # steps at which bits are compared

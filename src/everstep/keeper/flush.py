@@ -116,20 +116,20 @@ def commit(
     `known`: parts that the caller has written or read itself. To see that they lie there still takes less than to
     read them as if somebody else had written them.
     """
-    parts, held, by_rank = [], [], {part.rank: part for part in known}
+    parts, pieces, by_rank = [], [], {part.rank: part for part in known}
     for rank in ranks:
         file = part_name(step, rank)
         try:
             part = by_rank.get(rank)
             if part is None or tier.get(file) != encode(part):
                 part = read_record(tier, file, Part, step=step, rank=rank)
-            held.append(part.pieces)
+            pieces.append(part.pieces)
         except (FileNotFoundError, Damaged):
             return False
         if part.generation != generation or part.world != world:
             return False
         parts.append(part)
-    missing = uncovered(held) if len(parts) == world else None
+    missing = uncovered(pieces) if len(parts) == world else None
     if missing is not None:
         raise Damaged(f"the parts are not a whole checkpoint: {missing}", tier=tier.name, step=step)
     record = Commit(

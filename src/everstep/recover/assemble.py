@@ -163,12 +163,11 @@ def _position(found: Image, step: int, rank: int) -> Any:
 
 def common(pieces: list[tuple[Piece, Tensor]], local: Tensor, start: tuple[int, ...]) -> Iterator[Pair]:
     """What pieces have for a tensor that lies somewhere in the whole one: where to, and from where."""
-    extent = tuple(local.shape)
     for piece, part in pieces:
-        if (piece.start, piece.extent) == (start, extent):  # the whole, as most are: cutting it takes its time
+        if piece.extent == local.shape and piece.start == start:  # the whole, as most are: cutting it takes its time
             yield local, part
             continue
-        found = overlap(piece, start, extent)
+        found = overlap(piece, start, tuple(local.shape))
         if found is not None:
             in_piece, in_box = found
             yield (local[in_box], part[in_piece]) if in_box else (local, part)

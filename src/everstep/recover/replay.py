@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, optim
 
 from everstep.capture.digest import MODULUS, StateDigest, added, digest, number
-from everstep.capture.layout import Entry, Share, Subjects, optimizer_name, share
+from everstep.capture.layout import Entry, Subjects, optimizer_name
 from everstep.capture.sharded import is_zero, local_of, stepping
+from everstep.capture.shares import Share, share
 from everstep.capture.stepped import local_state, stepped_by
 from everstep.capture.update import (
     Call,

@@ -36,18 +36,21 @@ from everstep.types import Piece
 def differences(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> list[str]:
     """How the program differs from what was saved; empty if it is the same."""
     now, was = {entry.name: entry for entry in listing.entries}, checkpoint.kinds()
-    found = [f"missing in the program: {name} {was[name].shape}" for name in was if name not in now and _is_model(name)]
-    found += [
-        f"missing in the checkpoint: {name} {now[name].shape}" for name in now if name not in was and _is_model(name)
-    ]
-    for name, piece in was.items():
-        entry = now.get(name)
-        if entry is None:
-            continue
-        if piece.shape != entry.shape and _is_model(name):
-            found.append(f"{name}: shape was {piece.shape}, is {entry.shape}")
-        if TORCH_DTYPES[piece.dtype] != entry.tensor.dtype and _is_model(name):
-            found.append(f"{name}: dtype was {TORCH_DTYPES[piece.dtype]}, is {entry.tensor.dtype}")
+    found: list[str] = []
+    for name in was | now:
+        piece, entry = was.get(name), now.get(name)
+        if piece is not None and entry is not None:
+            dtype = TORCH_DTYPES[piece.dtype]
+            if (piece.shape == entry.shape and dtype == entry.tensor.dtype) or not _is_model(name):
+                continue
+            if piece.shape != entry.shape:
+                found.append(f"{name}: shape was {piece.shape}, is {entry.shape}")
+            if dtype != entry.tensor.dtype:
+                found.append(f"{name}: dtype was {dtype}, is {entry.tensor.dtype}")
+        elif piece is not None and _is_model(name):
+            found.append(f"missing in the program: {name} {piece.shape}")
+        elif entry is not None and _is_model(name):
+            found.append(f"missing in the checkpoint: {name} {entry.shape}")
     before, after = checkpoint.info.optimizers, subjects.optimizer_infos(listing.names)
     if not before:
         return found  # it was brought from elsewhere, without any
@@ -214,15 +217,11 @@ def _tensors_to_copy(checkpoint: Checkpoint, subjects: Subjects, entries: list[E
     for name, pieces in checkpoint.pieces.items():
         entry = current.get(name)
         first, part = pieces[0]
-        fits = entry is not None and entry.shape == first.shape
-        if entry is None or not fits:
+        if entry is None or entry.shape != first.shape:
             if name.startswith("volatile."):
                 _replace_buffer(subjects, name, checkpoint.tensor(name))
         elif entry.tensor.dtype == part.dtype:
-            if entry.box is None and first.whole:
-                yield entry.tensor, part  # as most are, and there may be many
-            else:
-                yield from common(pieces, entry.tensor, entry.start)
+            yield from common(pieces, entry.tensor, entry.start)
 
 
 def _copy(pairs: list[Pair]) -> None:
