@@ -154,7 +154,10 @@ class Archive:
         if step not in committed:
             raise NothingToRestore(f"step {step} is not on disk; there are {committed}.{self._its_records(step)}")
         commit = read_commit(self._tier, step, self.run)
-        return commit, [read_part(self._tier, commit, ref.rank) for ref in commit.parts]
+        parts = [read_part(self._tier, commit, ref.rank) for ref in commit.parts]
+        for part in parts:
+            _ = part.pieces  # Damaged, if nobody can read them
+        return commit, parts
 
     def _its_records(self, step: int) -> str:
         """How to see a step that has no base of its own."""

@@ -393,7 +393,7 @@ class Run:
             others.callback(self._timeline.close)
             if self._presence is not None:
                 others.callback(self._presence.close, final=final)
-            others.callback(self._claim.give_back)
+            others.callback(self._keeper.afterwards, self._claim.give_back)
             others.callback(self._signals.give_back)
             try:
                 rings = self._keeping.close()

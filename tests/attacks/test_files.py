@@ -31,7 +31,16 @@ from everstep.errors import Damaged, EverstepError, NewerFormat, PassedOver
 from everstep.events import Rejected, read_events
 from everstep.keeper import flush
 from everstep.store.disk import DiskTier
-from everstep.store.manifest import decode, encode, read_commit, read_data, read_part, run_name
+from everstep.store.manifest import (
+    decode,
+    encode,
+    part_name,
+    put_record,
+    read_commit,
+    read_data,
+    read_part,
+    run_name,
+)
 from everstep.types import Commit, ImageInfo, Part, RunRecord
 
 OFTEN = [Disk(every=1)]
@@ -342,6 +351,21 @@ def test_a_record_that_lies_with_a_right_digest_is_not_believed(run: Path, kind:
     no_command_stumbles(run)
     assert everstep.open(run).plan().step == 4
     assert must_finish(lambda: train_tiny(run, steps=8))["resumed_from"] == 4
+
+
+@pytest.mark.parametrize("pieces", [b"7", b"[]", b"[ ]", b'[{"name":"\xff"}]', b"[" * 900 + b"]" * 900])
+def test_pieces_that_lie_with_a_right_digest_are_told_by_verify_and_harm_no_restore(run: Path, pieces: bytes) -> None:
+    """A restore goes by the header of the image."""
+    path = step_file(run, LAST, "part")
+    part = decode(path.read_bytes(), Part, tier="disk", file=path.name)
+    path.unlink()
+    part = put_record(DiskTier(run), part_name(LAST, 0), msgspec.structs.replace(part, raw_pieces=msgspec.Raw(pieces)))
+    forge(step_file(run, LAST, "commit"), parts=[{"rank": 0, "bytes": part.bytes, "digest": part.digest}])
+    no_command_stumbles(run)
+    code, said = cli("verify", run)
+    assert code == 4 and ("unreadable pieces" in said or "other tensors than its image" in said), said
+    assert cli("show", run, "--json")[0] == (0 if pieces == b"[]" else 4)
+    assert must_finish(lambda: train_tiny(run, steps=8))["resumed_from"] == LAST
 
 
 @pytest.mark.parametrize("name", ["../../elsewhere", "/etc", "", "x", "a" * 31, "A" * 32, "a" * 32 + "\n"])

@@ -22,9 +22,10 @@ from torch import nn
 import everstep
 from everstep.capture.copier import Copier
 from everstep.capture.snapshot import Capture
-from everstep.errors import Misuse
+from everstep.errors import Misuse, RunHeld
 from everstep.events import Closed, Degraded, read_events
 from everstep.keeper.client import KeeperClient, keeper_pid
+from everstep.keeper.keeper import Keeper
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lives import run_directory
@@ -138,6 +139,58 @@ def test_an_end_that_is_interrupted_still_lets_go_of_all_else(
             assert run._keeper._closing
         assert not run._timeline._thread.is_alive()
         again = guarded(directory, strategy, "process", steps=0)
+        assert again.resumed_from == 4
+        again.close()
+
+
+def test_a_copier_ends_after_its_job_even_if_whoever_waits_for_that_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By an event: a thread whose join() was interrupted says that it has ended."""
+    copier, go, ended, done = Copier(), threading.Event(), threading.Event(), list[int]()
+    work = copier._work
+
+    def until_the_end() -> None:
+        work()
+        ended.set()
+
+    monkeypatch.setattr(copier, "_work", until_the_end)
+    copier.submit(lambda: done.append(go.wait(60)))
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(KeyboardInterrupt):
+            copier.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    go.set()
+    assert ended.wait(60) and done == [True]
+
+
+def test_a_run_is_held_until_a_keeper_in_its_process_has_ended_even_if_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next run's keeper and this one would write into one directory."""
+    serve, writes = Keeper.serve, threading.Event()
+
+    def slow(self: Keeper, *how: Any) -> None:
+        serve(self, *how)
+        assert writes.wait(60)
+
+    monkeypatch.setattr(Keeper, "serve", slow)
+    with run_directory() as directory:
+        run = guarded(directory, "snapshot", "inline")
+        before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+        try:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(KeyboardInterrupt):
+                run.close()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        with pytest.raises(RunHeld):
+            guarded(directory, "snapshot", "inline", steps=0)
+        writes.set()
+        again = guarded(directory, "snapshot", "inline", steps=0)
         assert again.resumed_from == 4
         again.close()
 

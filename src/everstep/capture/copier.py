@@ -41,7 +41,7 @@ class Copier:
             raise EverstepError(f"capturing failed: {failure}") from failure
 
     def close(self) -> None:
-        self.wait()
+        """The thread ends after its last job, whether or not anybody waits for that to the end."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()

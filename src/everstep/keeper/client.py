@@ -81,7 +81,7 @@ class KeeperClient:
         self._state = threading.Condition()
         self._closing = self._is_final = False
         self._listener: threading.Thread | None = None
-        self._inline: threading.Thread | None = None
+        self._inline: threading.Event | None = None  # of a keeper in this process: set when it has ended
         self._members: tuple[Member, ...] = ()
         self.address = ""  # of the keeper, for other nodes
         self.durable_step = self.durable_base = self.protected_step = self.shared_step = self.shared_base = -1
@@ -113,8 +113,21 @@ class KeeperClient:
         if self._listener is not None:  # it may just be telling a new keeper of us
             self._listener.join(_INTRODUCED_S)
         if self._inline is not None:
-            self._inline.join()
+            self._inline.wait()
             leave(find_runtime_folder(self._run))
+
+    def afterwards(self, do: Callable[[], None]) -> None:
+        """Now; or when a keeper in this process has ended, if whoever waited for that was interrupted."""
+        ended = self._inline
+        if ended is None or ended.is_set():
+            do()
+            return
+
+        def wait() -> None:
+            ended.wait()
+            do()
+
+        threading.Thread(target=wait, name="everstep-afterwards", daemon=True).start()
 
     def _part(self) -> None:
         self._send(Bye(final=self._is_final))
@@ -154,10 +167,15 @@ class KeeperClient:
 
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             keeper = Keeper(self._directory, self._emit, inline=True, mark=self._mark)
-            self._inline = threading.Thread(
-                target=keeper.serve, args=(None, [Channel(theirs)]), name="everstep-keeper", daemon=True
-            )
-            self._inline.start()
+            ended = self._inline = threading.Event()  # a thread whose join() was interrupted is taken for ended
+
+            def serve() -> None:
+                try:
+                    keeper.serve(None, [Channel(theirs)])
+                finally:
+                    ended.set()
+
+            threading.Thread(target=serve, name="everstep-keeper", daemon=True).start()
             return Channel(ours)
         channel = connect(self._run)
         if channel is None:

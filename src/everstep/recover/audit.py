@@ -53,7 +53,9 @@ def not_asked(node: str, reason: str) -> Finding:
 def check_part(sources: Sources, holding: Holding) -> Finding:
     problem = ""
     try:
-        sources.fetch(holding, copy=holding.source == "memory")
+        layout, _, _ = sources.fetch(holding, copy=holding.source == "memory")
+        if holding.source != "memory" and sources.shelves[holding.source].pieces(holding) != layout.pieces:
+            problem = "its manifest lists other tensors than its image has"
     except (EverstepError, OSError) as error:
         problem = str(error)
     return Finding(

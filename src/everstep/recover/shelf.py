@@ -205,6 +205,10 @@ class Shelf:
         """As much of it as is needed, and how many bytes were read for it."""
         return read_some(self.tier, self._manifest(holding), ranges)
 
+    def pieces(self, holding: Holding) -> tuple[Piece, ...]:
+        """What its manifest says that it holds."""
+        return self._manifest(holding).pieces
+
     def _manifest(self, holding: Holding) -> Part:
         if self._commits:
             commit: Commit = read_commit(self.tier, holding.step, self.run)
