@@ -59,6 +59,8 @@ class Point:
     read: list[float]
     raw_read: list[float]
     recall_s: list[float] = field(default_factory=list)  # from memory into the model; of a device only
+    plain_s: list[float] = field(default_factory=list)  # steps without a capture, on a device,
+    update_s: list[float] = field(default_factory=list)  # and processor time of the host for the update in them
     load_s: list[float] = field(default_factory=list)  # the same state from a file by torch.load, nothing checked
 
     @property
@@ -278,7 +280,7 @@ def _tensors_table(points: list[Point]) -> Table:
     )  # fmt: skip
     for point in points:
         table.rows.append([
-            f"{point.tensors:,}", *_blocked_cells(point), Stat(point.looks_s).text(1e3), Stat(point.held_s).text(1e3),
+            f"{point.tensors:,}", *blocked_cells(point), Stat(point.looks_s).text(1e3), Stat(point.held_s).text(1e3),
             Stat(point.seal_s).text(1e3), point.speed("write").text(), f"{point.share('write').text(100)} %",
             Stat(point.restore_s).text(), Stat(point.load_s).text() if point.load_s else "-",
         ])  # fmt: skip
@@ -295,7 +297,7 @@ def _bytes_table(points: list[Point], found: dict[str, Any]) -> Table:
     )  # fmt: skip
     for point in points:
         table.rows.append([
-            f"{point.bytes / GB:.1f}", *_blocked_cells(point), point.speed("seal_s").text(),
+            f"{point.bytes / GB:.1f}", *blocked_cells(point), point.speed("seal_s").text(),
             point.speed("write").text(), point.speed("raw_write").text(), f"{point.share('write').text(100)} %",
             point.speed("read").text(), point.speed("raw_read").text(), f"{point.share('read').text(100)} %",
             point.speed("restore_s").text(),
@@ -306,7 +308,7 @@ def _bytes_table(points: list[Point], found: dict[str, Any]) -> Table:
     return table
 
 
-def _blocked_cells(point: Point) -> list[str]:
+def blocked_cells(point: Point) -> list[str]:
     return [Stat(values).text(1e3) for values in (point.blocked_s, point.call_s, point.cut_s)]
 
 
