@@ -41,7 +41,7 @@ BLOCKED = (
 )
 BLOCKED_BEFORE = "matrix products and the update after them took on the device than some"  # in an earlier form of this
 RAW_BYTES = 4 * 10**9  # that the plainest program writes at most; of more it reads all, once
-RAW = "Raw writes of 4 GB at most, raw reads of the same bytes, of more than 4 GB after ours and not before it"
+RAW = "Raw writes of 4 GB at most, raw reads of the same bytes into large pages, of more than 4 GB after ours"
 RAW_BEFORE = "Raw of 4 GB at most"  # in an earlier form of this: a disk may be slower for 20 GB
 FIRST_BASE_S = 90.0
 GRACE_S = 40.0  # that the last state may take longer than there is time

@@ -325,14 +325,13 @@ class Recorder:
     def _rebind(self, form: Form) -> bool:
         """Values were replaced by others: take those, if they have the same shape."""
         listing = self._subjects.listing()
-        fresh = {entry.name: entry for entry in listing.entries}
         now, then = ({e.name: e for e in one.entries if e.at_cut} for one in (listing, form.listing))
         if now.keys() != then.keys() or any(not fits(now[name], then[name]) for name in then):
             return False
         form.listing = listing
-        form.values.rebind(fresh)
+        form.values.rebind(listing.named)
         if form.heavy is not None:
-            form.heavy[1].rebind(fresh)
+            form.heavy[1].rebind(listing.named)
         return True
 
     def needs_base(self, newest: int) -> bool:

@@ -135,6 +135,7 @@ def _numbered(name: str, index: int, count: int) -> str:
 @dataclass(slots=True)
 class Listing:
     entries: list[Entry]
+    named: dict[str, Entry]  # the same
     names: dict[int, str]  # of every parameter, by its id
     aliases: dict[str, str]  # second names of tied tensors
     on_host: tuple[str, ...]  # optimizer state that lies on the host though its parameter does not
@@ -230,10 +231,11 @@ class _Making:
 
     def listing(self, names: dict[int, str]) -> Listing:
         entries = list(self.entries.values())
-        called = [entry.name for entry in entries]
-        if len(set(called)) < len(called):
-            raise BadConfig(f"two different tensors are called {Counter(called).most_common(1)[0][0]}")
-        return Listing(entries, names, self.aliases, tuple(self.on_host), self.watch, self.watch_at_cut)
+        named = {entry.name: entry for entry in entries}
+        if len(named) < len(entries):
+            ((name, _),) = Counter(entry.name for entry in entries).most_common(1)
+            raise BadConfig(f"two different tensors are called {name}")
+        return Listing(entries, named, names, self.aliases, tuple(self.on_host), self.watch, self.watch_at_cut)
 
     def add(
         self, name: str, tensor: Tensor, holder: dict[Any, Any], key: Any, *, gate: int | None = None,

@@ -122,7 +122,7 @@ class Shape:
         listing = subjects.listing()
         if [_signature(e) for e in listing.entries] != [_signature(e) for e in self.listing.entries]:
             return False
-        fresh = {entry.name: entry for entry in listing.entries}
+        fresh = listing.named
         self.shares = [Share(fresh[s.entry.name], s.first, s.rows) for s in self.shares]
         self.in_cut = [Share(fresh[s.entry.name], s.first, s.rows) for s in self.in_cut]
         self.cut_groups = group_alike(self.shadows, self.in_cut)

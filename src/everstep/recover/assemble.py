@@ -46,8 +46,7 @@ class Checkpoint:
 
     def kinds(self) -> dict[str, Piece]:
         """The same of all tensors, by their names."""
-        found = {name: pieces[0][0] for name, pieces in self.pieces.items()}
-        return found | {name: piece for name, piece in self.others.items() if name not in found}
+        return self.others | {name: pieces[0][0] for name, pieces in self.pieces.items()}
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor in memory of its own."""
@@ -69,13 +68,14 @@ class Checkpoint:
     def state_names(self, prefix: str) -> dict[str, dict[str, str]]:
         """The tensors of an optimizer's state: parameter -> key -> full name, which several may have in common."""
         found: dict[str, dict[str, str]] = {}
-        known, start = list(self.kinds()), f"{prefix}.state."
-        for name, kept_as in [*zip(known, known, strict=True), *self.info.aliases.items()]:
+        start, aliases = f"{prefix}.state.", self.info.aliases
+        for name in (*self.pieces, *self.others, *aliases):
             if name.startswith(start):
+                kept_as = aliases.get(name, name)
                 parameter, dot, key = name.removeprefix(start).rpartition(".")
                 if not dot or (kept_as not in self.pieces and kept_as not in self.others):
                     raise Damaged(f"{name} is the state of no parameter, or is not there", step=self.step)
-                found.setdefault(parameter, {}).setdefault(key, kept_as)
+                found.setdefault(parameter, {})[key] = kept_as
         return found
 
     def scaler_state(self) -> dict[str, Any] | None:

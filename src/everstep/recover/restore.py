@@ -35,22 +35,23 @@ from everstep.types import Piece
 
 def differences(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> list[str]:
     """How the program differs from what was saved; empty if it is the same."""
-    now, was = {entry.name: entry for entry in listing.entries}, checkpoint.kinds()
+    now, was = listing.named, checkpoint.kinds()
     found: list[str] = []
-    for name in was | now:
-        piece, entry = was.get(name), now.get(name)
-        if piece is not None and entry is not None:
-            dtype = TORCH_DTYPES[piece.dtype]
-            if (piece.shape == entry.shape and dtype == entry.tensor.dtype) or not _is_model(name):
-                continue
-            if piece.shape != entry.shape:
-                found.append(f"{name}: shape was {piece.shape}, is {entry.shape}")
-            if dtype != entry.tensor.dtype:
-                found.append(f"{name}: dtype was {dtype}, is {entry.tensor.dtype}")
-        elif piece is not None and _is_model(name):
+    for name, piece in was.items():
+        entry, dtype = now.get(name), TORCH_DTYPES[piece.dtype]
+        if entry is not None and piece.shape == entry.shape and dtype == entry.tensor.dtype:
+            continue
+        if not _is_model(name):
+            continue
+        if entry is None:
             found.append(f"missing in the program: {name} {piece.shape}")
-        elif entry is not None and _is_model(name):
-            found.append(f"missing in the checkpoint: {name} {entry.shape}")
+            continue
+        if piece.shape != entry.shape:
+            found.append(f"{name}: shape was {piece.shape}, is {entry.shape}")
+        if dtype != entry.tensor.dtype:
+            found.append(f"{name}: dtype was {dtype}, is {entry.tensor.dtype}")
+    new = (entry for name, entry in now.items() if name not in was and _is_model(name))
+    found += [f"missing in the checkpoint: {entry.name} {entry.shape}" for entry in new]
     before, after = checkpoint.info.optimizers, subjects.optimizer_infos(listing.names)
     if not before:
         return found  # it was brought from elsewhere, without any
@@ -85,9 +86,9 @@ def restore(checkpoint: Checkpoint, subjects: Subjects, *, strict: bool, listing
     listing = listing or subjects.listing()
     found = check(checkpoint, subjects, listing, strict=strict)
     states = _states(checkpoint, subjects, listing)
-    entries = [entry for entry in listing.entries if not is_state(entry.name) or entry.name in states.kept]
+    there = {name: entry for name, entry in listing.named.items() if not is_state(name) or name in states.kept}
     with _pinned(checkpoint, subjects):
-        _copy([*_tensors_to_copy(checkpoint, subjects, entries), *states.pairs])
+        _copy([*_tensors_to_copy(checkpoint, subjects, there), *states.pairs])
     for holder, parameter, state in states.held:  # once they are filled
         if state:
             holder[parameter] = state
@@ -113,8 +114,7 @@ class _States:
 
 def _states(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> _States:
     names, on_host = listing.names, set(checkpoint.info.on_host)
-    current = {entry.name: entry for entry in listing.entries}
-    apart, found = _apart(listing.entries), _States()
+    apart, found = _apart(listing.named), _States()
     tensors: dict[str, Tensor] = {}  # by full name; several parameters may have one in common
     for prefix, index, optimizer in _same_optimizers(checkpoint, subjects):
         state_of, worker = checkpoint.state_names(prefix), stepping(optimizer)
@@ -128,7 +128,7 @@ def _states(checkpoint: Checkpoint, subjects: Subjects, listing: Listing) -> _St
             saved = state_of.get(name, {})
             for full in (full for full in saved.values() if full not in tensors):
                 device = torch.device("cpu") if full in on_host else parameter.device
-                entry = current.get(full) if full in apart or not is_state(full) else None
+                entry = listing.named.get(full) if full in apart or not is_state(full) else None
                 if entry is not None and _is_alike(entry.held, checkpoint.kind(full), device):
                     tensors[full] = entry.held
                     found.kept.add(full)
@@ -145,11 +145,11 @@ def _is_alike(tensor: Tensor, saved: Piece, device: torch.device) -> bool:
     return alike and tensor.device == device
 
 
-def _apart(entries: list[Entry]) -> set[str]:
+def _apart(entries: dict[str, Entry]) -> set[str]:
     """The names of states that can be filled without writing over anything: all their elements have places alone."""
-    if not any(is_state(entry.name) for entry in entries):
+    if not any(map(is_state, entries)):
         return set()
-    tensors = {entry.name: entry.tensor for entry in entries}
+    tensors = {name: entry.tensor for name, entry in entries.items()}
     found = {name for name, tensor in tensors.items() if not tensor.numel()}
     spans = sorted((one.data_ptr(), _end(one), name) for name, one in tensors.items() if name not in found)
     reached = 0  # by all before
@@ -180,7 +180,7 @@ def apply_rest(record: Checkpoint, subjects: Subjects) -> None:
     """Copy the values that a record has, and put back what optimizers hold beside the tensors of parameters."""
     listing = subjects.listing()
     with _pinned(record, subjects):
-        _copy(list(_tensors_to_copy(record, subjects, listing.entries)))
+        _copy(list(_tensors_to_copy(record, subjects, listing.named)))
     _restore_beside(record, subjects, listing.names)
 
 
@@ -212,10 +212,9 @@ def _same_optimizers(checkpoint: Checkpoint, subjects: Subjects) -> Iterator[tup
             yield optimizer_name(index, len(subjects.optimizers)), index, optimizer
 
 
-def _tensors_to_copy(checkpoint: Checkpoint, subjects: Subjects, entries: list[Entry]) -> Iterator[Pair]:
-    current = {entry.name: entry for entry in entries}
+def _tensors_to_copy(checkpoint: Checkpoint, subjects: Subjects, entries: dict[str, Entry]) -> Iterator[Pair]:
     for name, pieces in checkpoint.pieces.items():
-        entry = current.get(name)
+        entry = entries.get(name)
         first, part = pieces[0]
         if entry is None or entry.shape != first.shape:
             if name.startswith("volatile."):
