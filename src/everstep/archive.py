@@ -320,6 +320,7 @@ class Archive:
             "shared_step": min(there) if there and len(there) == len(deeper) else None,
             "flushes": told.flushes if told is not None else (),
             "silent_nodes": told.silent if told is not None else (),
+            "trouble": told.trouble if told is not None else "",
         }
 
     # -- letting go

@@ -7,6 +7,7 @@ Live runs emit these; the command line, the tuner and reports read them. A sink 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +21,8 @@ from everstep.types import Source
 
 NO_LOG = "there is no log, every step is a base"
 _REMEMBERED = 1000
+_AGAIN_S = 600.0
+_SAID: dict[str, float] = {}  # what people were told of by this process, and when
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
@@ -339,20 +342,34 @@ AnyEvent = (
 Sink = Callable[[Event], None]
 
 
+def say(line: str) -> None:
+    """For people, who look at what their program prints."""
+    print(f"everstep: {line}", file=sys.stderr, flush=True)
+
+
+def say_again(what: str, reason: str) -> None:
+    """The same of something that may go on for long: now and then."""
+    now = time.monotonic()
+    if now - _SAID.get(what, -_AGAIN_S) >= _AGAIN_S:
+        _SAID[what] = now
+        say(f"{what}: {reason}")
+
+
 class EventLog:
     """Appends events to one file, a line each; the file may vanish or fill up without hurting anyone.
 
     What could not be written is remembered, and written before the next event that can be.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, speaks: bool = False) -> None:
+        """`speaks`: of what is not as safe as it was asked to be people hear at once."""
+        self.path, self._speaks = path, speaks
         self._lock = threading.Lock()
         self._unwritten: deque[bytes] = deque(maxlen=_REMEMBERED)
 
     @classmethod
-    def of_rank(cls, directory: Path, rank: int) -> EventLog:
-        return cls(directory / f"events-rank-{rank:05d}.jsonl")
+    def of_rank(cls, directory: Path, rank: int, *, speaks: bool = False) -> EventLog:
+        return cls(directory / f"events-rank-{rank:05d}.jsonl", speaks=speaks)
 
     def failures(self) -> int:
         """How many lives ended otherwise than by somebody's wish, if another begins now."""
@@ -366,6 +383,8 @@ class EventLog:
         )
 
     def __call__(self, event: Event) -> None:
+        if self._speaks and isinstance(event, Degraded) and event.what != NO_LOG:  # which not everybody has asked for
+            say_again(event.what, event.reason)
         line = msgspec.json.encode(event) + b"\n"
         with self._lock:
             self._unwritten.append(line)

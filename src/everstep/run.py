@@ -29,7 +29,7 @@ from everstep.capture.reserve import Reserve
 from everstep.capture.steering import followed
 from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, check_kinds, settings
 from everstep.errors import BadConfig, Damaged, EverstepError, Misuse, Restart
-from everstep.events import Closed, Degraded, EventLog, Finished, Halted, Started, Stopping
+from everstep.events import Closed, Degraded, EventLog, Finished, Halted, Started, Stopping, say
 from everstep.keeper.arrival import arrive, check, check_level
 from everstep.keeper.client import KeeperClient
 from everstep.keeper.keeping import Keeping
@@ -126,6 +126,11 @@ class Run:
                 stand_by(self, self._presence, self._forward)
             else:
                 self._begin()
+                if state.has_loose_scheduler():
+                    what = "a learning rate scheduler was not given to guard()"
+                    self._emit(
+                        Degraded(what=what, reason="a resumed run begins it anew; say guard(..., scheduler=...)")
+                    )
                 self._signals = Signals(lambda: self._step_s)
                 self._listen()
             self._life = self._life.pop_all()
@@ -141,7 +146,7 @@ class Run:
         check(chosen, place)
         seats = chosen.batch if self._presence is not None else "shrink"
         self._feed = Feed.of(self._loader, place, seats) if self._loader is not None else None
-        self._emit = EventLog.of_rank(chosen.directory, place.rank)
+        self._emit = EventLog.of_rank(chosen.directory, place.rank, speaks=place.is_leader)
         self._claim = claim.take(self._places, place, self._emit)
         self._life.callback(self._claim.give_back)
         timeline = self._timeline = Timeline(timeline_of_rank(chosen.directory, place.rank))
@@ -194,6 +199,9 @@ class Run:
         latest = resumed.latest
         self.step = self.resumed_from = latest.step
         self._finished = self._had_finished = self._is_finished(latest.extras["finished_at"])
+        if self._place.rank == 0 and not self._is_between:
+            ended = ", where it had come to its end: nothing is left to do" if self._finished else ""
+            say(f"{self.settings.directory} goes on from step {self.step} ({resumed.source}){ended}")
         self._random = latest.extras["random"] if latest.own else None
         if self._random is not None:
             trees.set_random_state(self._random)
@@ -222,6 +230,7 @@ class Run:
         feed = self._feed
         if feed is None:
             raise BadConfig("this run was made without a loader; call run.done() after each step instead of iterating")
+        self._check_open()
         self.set_random()
         self.is_iterated = True
         while not self._is_over(feed):
@@ -234,6 +243,13 @@ class Run:
             yield batch
             self._cut()
         self.finish()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Misuse(
+                f"this run is over, at step {self.step}: iterating it once gives the batches of all its epochs. For "
+                "more of them say guard(..., epochs=...), and do not loop over epochs around it"
+            )
 
     def _is_over(self, feed: Feed) -> bool:
         steps, epochs = self.settings.steps, self.settings.epochs
@@ -248,6 +264,7 @@ class Run:
 
     def done(self) -> bool:
         """Mark the cut by hand, for loops that do not iterate the run. True once `steps` steps are done."""
+        self._check_open()
         self._cut()
         return self.settings.steps is not None and self.step >= self.settings.steps
 
@@ -364,6 +381,7 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        self._capture.tell_uncut()
         is_final = self._finished
         try:
             if self._take_last():
@@ -419,6 +437,7 @@ class Run:
         """The interpreter ends and nobody closed the run: the keeper takes care of what is sealed."""
         if not self._closed and not self._signals.is_forked:
             self._closed = True
+            self._capture.tell_uncut()
             try:
                 self._keeping.wait_sealed()
             finally:
@@ -431,7 +450,7 @@ class Run:
         if number is None:  # nobody is in a hurry: as deep as it goes
             self._emit(Halted(rank=self._place.rank, step=self.step, why=self._signals.halt))
             self.close()
-            print(f"everstep: halted {self._signals.halt}: step {self.step} is kept", file=sys.stderr, flush=True)
+            say(f"halted {self._signals.halt}: step {self.step} is kept")
             raise SystemExit(0)
         self._emit(Stopping(rank=self._place.rank, signal=signal.Signals(number).name, step=self.step))
         self._keeper.cancel()  # older steps make way for this one, which the keeper brings deeper when we are gone
@@ -440,7 +459,7 @@ class Run:
             self._keeping.wait_durable(self.step)
         except EverstepError as error:  # whoever sent the signal wants us gone; memory has the step
             self._emit(Degraded(what="left before the last step was durable", reason=str(error)))
-            print(f"everstep: {error}", file=sys.stderr, flush=True)
+            say(str(error))
         finally:
             atexit.unregister(self._at_exit)
             self._release(final=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+
+from everstep.events import say
 
 _GRACE_S, _GRACE_STEPS = 2.0, 5  # after SIGTERM, for the step to end
 _HEARD_S = 0.5  # until all ranks have heard of the last step
@@ -86,7 +87,7 @@ class Signals:
             raise KeyboardInterrupt  # asked twice: do not wait for the step
         self._received = number
         name = signal.Signals(number).name
-        print(f"everstep: {name}: finishing the step, then saving and leaving", file=sys.stderr, flush=True)
+        say(f"{name}: finishing the step, then saving and leaving")
 
     def stop_at(self, step: int, halt: str) -> None:
         """Another rank leaves after this step. `halt`: why, unless it received a signal."""

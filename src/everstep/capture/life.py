@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from everstep.capture.moments import Moments
 from everstep.capture.reserve import Reserve, base_slots, newest_kept
 from everstep.config import Settings
 from everstep.errors import NotEnoughMemory
-from everstep.events import NO_LOG, Degraded, Sink
+from everstep.events import NO_LOG, Degraded, Sink, say
 from everstep.image import ImageLayout
 from everstep.topology import Topology
 
@@ -62,7 +61,7 @@ class Life:
         """What is logged cannot be repeated; whoever asked for a log is told, and "auto" has only one way left."""
         self.emit(Degraded(what=NO_LOG, reason=reason))
         if self.topology.rank == 0 and self.settings.strategy != "auto":
-            print(f"everstep: {NO_LOG}: {reason}", file=sys.stderr, flush=True)
+            say(f"{NO_LOG}: {reason}")
 
     def seal(self, arena: Arena, slot: int, *, step: int, cut_time: float) -> None:
         """All of a slot is there. On persistent memory the bytes must be safe before the seal is, and then the seal."""

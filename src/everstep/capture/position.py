@@ -140,6 +140,7 @@ class Feed:
         self._batch_samples = 1
         if sampler is not None and loader.batch_sampler is not None:
             self._batch_samples = getattr(loader.batch_sampler, "batch_size", 1)
+        self._of = _items_of(loader)
 
     @classmethod
     def of(cls, loader: Any, place: Topology, batch: Batch) -> Feed:
@@ -152,6 +153,8 @@ class Feed:
             "world": self._seats,
             "epoch": self.epoch,
             "batches": self._batches,
+            "batch": self._batch_samples,
+            "of": self._of,
             "samples": self._samples if self._distributed is not None else None,
             "began": self._began,
             "loader": self.loader.state_dict() if keeps_place else None,
@@ -187,8 +190,13 @@ class Feed:
     def _mine(self) -> list[int]:
         return list(range(self.rank, self._seats, self.world))
 
-    def restore(self, position: dict[str, Any], of_all: Sequence[dict[str, Any]] = ()) -> None:
-        """Stand where `position` says; the next batch is the one after it. `of_all`: where each old rank stood."""
+    def restore(
+        self, position: dict[str, Any], of_all: Sequence[dict[str, Any]] = (), *, strict: bool = True
+    ) -> list[str]:
+        """Stand where `position` says; the next batch is the one after it. How the loader differs from what was saved.
+
+        `of_all`: where each old rank stood.
+        """
         self.epoch = position["epoch"]
         if position["world"] != self.world and len({(one["epoch"], one["batches"]) for one in of_all}) > 1:
             stood = ", ".join(
@@ -198,8 +206,11 @@ class Feed:
         if self._keeps_seats and self._distributed is not None:
             self._seats = max(self.world, position["world"])
         if position["began"] is None:
-            return
+            return []
         self._batches, self._began = position["batches"], position["began"]
+        differing = self._differing(position)
+        if differing and strict:
+            raise Mismatch("the pass under way cannot be gone on with (strict=False reads on all the same):", differing)
         self._samples = position["samples"] or 0
         self._course = course_of(self.loader, self.rank, self.world)
         before = random_state()
@@ -207,6 +218,24 @@ class Feed:
         self._set_began(position["began"])
         self._iterator = self._resumed(position)
         set_random_state(before)
+        return differing
+
+    def _differing(self, position: dict[str, Any]) -> list[str]:
+        """Batches of another size are counted anew, where whole ones of them were taken."""
+        found, batch, of = [], position.get("batch", self._batch_samples), position.get("of", self._of)
+        if of != self._of:
+            found.append(f"the data set had {of} items and has {self._of}")
+        if batch == self._batch_samples or (self._distributed is not None and position["samples"] is not None):
+            return found  # samples are counted there
+        taken = self._batches * batch
+        if self.kind == "sampled" and taken % self._batch_samples == 0:
+            self._batches = taken // self._batch_samples
+        else:
+            found.append(
+                f"a batch had {batch} samples and has {self._batch_samples}: {taken} were taken, and where that is "
+                "cannot be said in batches of the new size"
+            )
+        return found
 
     def _resumed(self, position: dict[str, Any]) -> Iterator[Any]:
         same_world = position["world"] == self.world
@@ -342,6 +371,16 @@ class Feed:
         if isinstance(samples, _From):
             samples.drop()
         return cast(Iterator[Any], iterator)
+
+
+def _items_of(loader: Any) -> int | None:
+    """How many items there are to be drawn from; None where a stream has no end, or nobody knows."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
+    if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return None
+    return len(dataset)
 
 
 def generators_of(loader: Any) -> list[Any]:

@@ -36,6 +36,7 @@ from everstep.events import ArenaMade, Degraded, Skipped
 from everstep.image import ImageLayout
 from everstep.timeline import Kind
 
+_MANY_UPDATES = 50  # of each optimizer: more than most loops make in a step
 _WATCHED_CUTS = 4  # how many first captures are checked for writes that pass by the gates
 _SEALS_AHEAD = 3  # a rank that has sealed n + 2 has met the others in that step, so each of them has sealed n
 _PAUSE_S = 50e-6  # enough for another thread to wake up and take the interpreter
@@ -70,6 +71,7 @@ class Capture:
         self._shape: Shape | None = None
         self._order: list[int] = []  # optimizers, as they first stepped
         self._stepped, self._unseen = False, Unseen(subjects)
+        self._uncut: int | None = 0  # updates before the first step of this life; None: there was one
         self._copier = Copier()
         self._lock = self._copier.changed
         self._leased: set[int] = leased
@@ -118,6 +120,10 @@ class Capture:
 
     def _after_step(self, optimizer: int, *_: object) -> None:
         self._stepped = True
+        if self._uncut is not None:
+            self._uncut += 1
+            if self._uncut == _MANY_UPDATES * len(self._subjects.optimizers):
+                self.tell_uncut()
         self._moments.updated(optimizer)
         if self._shape is None and optimizer not in self._order:
             self._order.append(optimizer)
@@ -132,8 +138,19 @@ class Capture:
     def take_step(self) -> bool:
         """The same, and it is taken note of. Misuse if something else than optimizers changes the parameters."""
         stepped, self._stepped = self._stepped, False
+        if stepped:
+            self._uncut = None
         self._unseen.stepped() if stepped else self._unseen.look()
         return stepped
+
+    def tell_uncut(self) -> None:
+        """If the program has trained without saying where a step ends."""
+        if self._uncut is not None and self._uncut > len(self._subjects.optimizers):
+            reason = (
+                f"{self._uncut} updates, and nobody has said where a step ends: iterate the run and not the loader, or "
+                "call run.done() after each step. Nothing is kept before that"
+            )
+            self._life.emit(Degraded(what="this training is not kept", reason=reason))
 
     def cut(self, step: int, extras: bytes) -> None:
         """The state is consistent now: begin to copy it."""

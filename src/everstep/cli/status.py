@@ -32,6 +32,8 @@ def command(directory: Directory, json: Json = False, memory: MemoryPath = None)
     for flush in status["flushes"]:
         done = f"{human_bytes(flush.bytes)} of {human_bytes(flush.of_bytes)}"
         print(f"on its way to the {flush.tier} tier: step {flush.step}, {done} of this node")
+    if status["trouble"]:
+        print(f"trouble: {status['trouble']}; it is tried again")
     if status["silent_nodes"]:
         print(f"not heard of: {', '.join(status['silent_nodes'])}")
     replica = status["replica"]

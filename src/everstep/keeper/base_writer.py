@@ -42,7 +42,8 @@ class BaseWriter:
         self._asked = threading.Event()
         self._retry_at = 0.0
         self._removal: threading.Thread | None = None  # of what the newest base makes needless
-        self.failures = 0  # in a row
+        self.failures = 0  # in a row,
+        self.trouble = ""  # and the last one
         self.appointed: Callable[[], Order] | None = None  # where all nodes write the same step, which one
 
     def ask(self) -> None:
@@ -62,9 +63,13 @@ class BaseWriter:
                 step = self._due()
                 if step is not None:
                     self._write(step)
-                    self.failures, rest = 0, SOON_S  # who captures a step when the last is durable has one soon
+                    self.failures, self.trouble, rest = (
+                        0,
+                        "",
+                        SOON_S,
+                    )  # who captures a step when the last is durable has one soon
             except Exception as error:  # whatever it is: the next step is tried again, and nobody is left in the dark
-                self.failures += 1
+                self.failures, self.trouble = self.failures + 1, str(error)
                 self._retry_at = time.monotonic() + min(60.0, 0.5 * 2**self.failures)
                 self._emit(unwritten(f"step {step} is not durable yet", error, tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))

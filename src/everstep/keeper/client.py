@@ -19,7 +19,7 @@ import msgspec
 from everstep.capture.arena import MEMFD, Arena, ArenaKind
 from everstep.config import KeeperKind
 from everstep.errors import EverstepError, KeeperLost
-from everstep.events import Degraded, Sink
+from everstep.events import Degraded, Sink, say_again
 from everstep.keeper.process import keeper_log, last_words, start
 from everstep.keeper.protocol import (
     AnyMessage,
@@ -183,6 +183,11 @@ class KeeperClient:
             channel = connect(self._run)
         return channel
 
+    @property
+    def _speaks(self) -> bool:
+        """One rank of a node does, unless the keeper is in this process and has spoken itself."""
+        return self._hello is not None and self._kind != "inline" and self._hello.rank == min(self._hello.local_ranks)
+
     # -- what the trainer asks for
 
     def join(self, members: tuple[Member, ...]) -> None:
@@ -314,6 +319,8 @@ class KeeperClient:
                 with self._state:
                     self.trouble = reason
                     self._state.notify_all()
+                if self._speaks:
+                    say_again("not all that is in memory is safe elsewhere, and it is tried again", reason)
 
     def _reintroduce(self) -> None:
         if self._answers is not None:

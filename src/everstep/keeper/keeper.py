@@ -126,7 +126,7 @@ class Keeper:
                 step, base = min(step, disk.reach), min(base, disk.complete)
         return Durable(
             step=step, base=base, base_write_s=self._bases.took_s, record_write_s=self._records.flush_s,
-            flushes=flushes, silent=silent, **levels,
+            flushes=flushes, silent=silent, trouble=self._bases.trouble or self._records.trouble, **levels,
         )  # fmt: skip
 
     def _announce(self) -> None:

@@ -286,6 +286,7 @@ class Durable(Message, frozen=True, kw_only=True):
     shared_missed: int = -1
     flushes: tuple[Flush, ...] = ()
     silent: tuple[str, ...] = ()  # nodes that have not been heard of lately
+    trouble: str = ""  # why the disk has not more, since the last try
 
 
 class Trouble(Message, frozen=True, kw_only=True):

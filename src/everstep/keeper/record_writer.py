@@ -26,7 +26,8 @@ class RecordWriter:
         self._logbook, self._roster, self._emit, self._announce = logbook, roster, emit, announce
         self._pace = Pace(logbook, emit, mark)
         self.asked = threading.Event()  # somebody waits: do not rest, not even after a failure
-        self.failures = 0  # in a row
+        self.failures = 0  # in a row,
+        self.trouble = ""  # and the last one
 
     @property
     def flush_s(self) -> float:
@@ -43,9 +44,9 @@ class RecordWriter:
             try:
                 more = self._take()
                 rest = _BREATH_S if more else max(_BREATH_S, began + _LOG_TICK_S - time.monotonic())
-                self.failures = 0
+                self.failures, self.trouble = 0, ""
             except Exception as error:  # whatever it is: rings hold the records, and nobody is left in the dark
-                self.failures += 1
+                self.failures, self.trouble = self.failures + 1, str(error)
                 rest = min(60.0, 0.5 * 2**self.failures)
                 self._emit(unwritten("records are not durable yet", error, tier="disk"))
                 self._roster.tell(Trouble(reason=str(error)))

@@ -6,7 +6,6 @@ was proven.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from everstep.capture.layout import Listing
 from everstep.capture.position import Feed
 from everstep.capture.reserve import Reserve
 from everstep.errors import Diverged, Mismatch
-from everstep.events import Degraded, Rejected, Replayed, Sink
+from everstep.events import Degraded, Rejected, Replayed, Sink, say
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.load import Found, clear_attempt, find, note_attempt
 from everstep.recover.reach import in_a_line, passed_over
@@ -63,8 +62,8 @@ def resume(
             mark(Kind.REPLAY, step, loaded, began)
         if limit is None:
             break
-    for newer, reason in sorted(lost.items()):
-        _say(in_a_line(newer, reason, sources.directory), place)
+    for newer, reason in sorted(lost.items()) if place.rank == 0 else ():
+        say(in_a_line(newer, reason, sources.directory))  # which people would else find out from a step's number
     state.reductions.restore(found.latest.extras.get("reductions"), place, emit)
     if found.base.info.replica:
         what = f"step {found.base.step} comes from a replica: the run goes on, but not bit for bit"
@@ -96,7 +95,8 @@ def _try(
                 return limit
         state.restore_rest(found.latest, is_record=found.chain is not None, strict=strict)
         if feed is not None and found.latest.extras["position"] is not None:
-            feed.restore(found.latest.extras["position"], [one for one in found.latest.positions if one is not None])
+            stood = [one for one in found.latest.positions if one is not None]
+            differing += feed.restore(found.latest.extras["position"], stood, strict=strict)
     except Mismatch:
         if place.rank == 0:
             clear_attempt(sources, emit)  # the program is to blame, not the checkpoint
@@ -105,15 +105,12 @@ def _try(
         if place.rank == 0:
             note_attempt(sources, found.latest.step, emit, error=f"{type(error).__name__}: {error}")
         raise
-    for difference in differing:
-        emit(Degraded(what="loaded with strict=False", reason=difference))
+    if differing:
+        emit(Degraded(what="loaded with strict=False", reason="; ".join(differing)))
+    unused = state.unused_settings(found.latest)
+    if unused:
+        emit(Degraded(what="the optimizer goes on with the settings that it had", reason="; ".join(unused)))
     return None
-
-
-def _say(line: str, place: Topology) -> None:
-    """For people, once for all ranks: work is lost, which they would else find out from a step's number."""
-    if place.rank == 0:
-        print(f"everstep: {line}", file=sys.stderr, flush=True)
 
 
 def _passed_over(found: Found, differing: list[str], place: Topology, emit: Sink) -> int:
@@ -121,7 +118,6 @@ def _passed_over(found: Found, differing: list[str], place: Topology, emit: Sink
     reason = f"the program has changed, so the steps after {found.base.step} cannot be repeated: {differing[0]}"
     what = f"step {found.latest.step} is passed over for step {found.base.step}"
     emit(Degraded(what=what, reason=reason))
-    _say(f"{what}: {reason}", place)
     return found.base.step
 
 
@@ -147,7 +143,8 @@ def _replay(found: Found, state: State, place: Topology, *, strict: bool, emit: 
     good = min(int(answer) for answer in topology.exchange(str(good).encode(), place))
     if good < wanted:
         emit(Rejected(step=wanted, source="any", reason=reason))
-        _say(f"step {wanted} is passed over for step {good}: {reason}", place)
+        if place.rank == 0:
+            say(f"step {wanted} is passed over for step {good}: {reason}")
         return good
     if rebuilt is not None:
         state.restore(rebuilt.checkpoint, strict=strict)

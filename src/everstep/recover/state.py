@@ -12,7 +12,7 @@ from everstep.capture import extras as trees
 from everstep.capture.collector import uncollected
 from everstep.capture.compressor import Compressor
 from everstep.capture.form import on_device
-from everstep.capture.layout import COMPRESSOR, Listing, Subjects
+from everstep.capture.layout import COMPRESSOR, Listing, Subjects, optimizer_name
 from everstep.capture.reductions import Reductions
 from everstep.capture.sharded import check_modules, check_optimizer, stepping
 from everstep.errors import BadConfig, Mismatch
@@ -50,6 +50,7 @@ class State:
             models=models, optimizers=optimizers, scaler=scaler, compressor=compressor, modules=modules
         )
         self.reductions = Reductions(self.subjects)
+        self._given = [[_settings(group) for group in one.param_groups] for one in optimizers]
         self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
         if compressor is not None:
             if self.subjects.what_is_sharded():
@@ -67,6 +68,7 @@ class State:
                         {k: v for k, v in group.items() if k != "params" and not on_device(v)}
                         for group in optimizer.param_groups
                     ],
+                    "given": self._given[index],
                     **self._odd_state(index),
                 }
                 for index, optimizer in enumerate(self.subjects.optimizers)
@@ -81,6 +83,29 @@ class State:
                 if not isinstance(value, nn.Module)
             },
         }
+
+    def unused_settings(self, latest: Checkpoint) -> list[str]:
+        """What this program gives its optimizers otherwise than the one before did: what was saved has taken its place.
+
+        Not what has changed in the loop, as a learning rate does: programs are compared by what they began with.
+        """
+        found, imported = [], latest.extras.get("imported")
+        for index, saved in enumerate(latest.extras["optimizers"][: len(self._given)]):
+            name = optimizer_name(index, len(self._given))
+            before = saved.get("given") or ([_settings(group) for group in saved["groups"]] if imported else [])
+            for g, (was, now, kept) in enumerate(zip(before, self._given[index], saved["groups"], strict=False)):
+                found += [
+                    f"{key} of {name}, group {g}, was {was[key]} and is {value} in this program; {kept[key]} is used"
+                    for key, value in now.items()
+                    if key in was and key in kept and value not in (was[key], kept[key])
+                ]
+        return found
+
+    def has_loose_scheduler(self) -> bool:
+        """Whether somebody sets learning rates of whom guard() was not told, so that a resumed run has another one."""
+        told = bool(self.schedulers) or any(map(is_stateful, self.extra.values()))
+        groups = (group for one in self.subjects.optimizers for group in one.param_groups)
+        return not told and any("initial_lr" in group for group in groups)
 
     def _odd_state(self, index: int) -> dict[str, Any]:
         """An optimizer's state that is not a tensor of a parameter. Who has any is asked again only if state grew."""
@@ -157,6 +182,15 @@ class State:
             compressor.bind(self.subjects.names())
             large = {name.removeprefix(COMPRESSOR): name for name in latest.pieces if name.startswith(COMPRESSOR)}
             compressor.load({**saved, **{name: latest.tensor(full) for name, full in large.items()}})
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer does to a group, but for what lies in tensors."""
+    return {
+        key: value
+        for key, value in group.items()
+        if key != "params" and isinstance(value, bool | int | float | str | tuple)
+    }
 
 
 def _put_back(holder: Any, key: str, value: Any) -> None:
