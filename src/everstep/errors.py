@@ -55,6 +55,14 @@ class Misuse(EverstepError, RuntimeError):
     exit_code = 2
 
 
+class RunOver(Misuse):
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"this run is over, at step {step}: iterating it once gives the batches of all its epochs. For more of "
+            "them say guard(..., epochs=...), and do not loop over epochs around it"
+        )
+
+
 class MissingPackage(EverstepError, ImportError):
     exit_code = 2
 

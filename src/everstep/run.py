@@ -28,7 +28,7 @@ from everstep.capture.position import Feed
 from everstep.capture.reserve import Reserve
 from everstep.capture.steering import followed
 from everstep.config import Batch, Keep, KeeperKind, Mode, Policy, Settings, Strategy, check_kinds, settings
-from everstep.errors import BadConfig, Damaged, EverstepError, Misuse, Restart
+from everstep.errors import BadConfig, Damaged, EverstepError, Restart, RunOver
 from everstep.events import Closed, Degraded, EventLog, Finished, Halted, Started, Stopping, say
 from everstep.keeper.arrival import arrive, check, check_level
 from everstep.keeper.client import KeeperClient
@@ -126,11 +126,7 @@ class Run:
                 stand_by(self, self._presence, self._forward)
             else:
                 self._begin()
-                if state.has_loose_scheduler():
-                    what = "a learning rate scheduler was not given to guard()"
-                    self._emit(
-                        Degraded(what=what, reason="a resumed run begins it anew; say guard(..., scheduler=...)")
-                    )
+                state.tell_loose_ends(self._emit)
                 self._signals = Signals(lambda: self._step_s)
                 self._listen()
             self._life = self._life.pop_all()
@@ -200,8 +196,7 @@ class Run:
         self.step = self.resumed_from = latest.step
         self._finished = self._had_finished = self._is_finished(latest.extras["finished_at"])
         if self._place.rank == 0 and not self._is_between:
-            ended = ", where it had come to its end: nothing is left to do" if self._finished else ""
-            say(f"{self.settings.directory} goes on from step {self.step} ({resumed.source}){ended}")
+            resumed.tell(self.settings.directory, is_over=self._finished)
         self._random = latest.extras["random"] if latest.own else None
         if self._random is not None:
             trees.set_random_state(self._random)
@@ -230,7 +225,8 @@ class Run:
         feed = self._feed
         if feed is None:
             raise BadConfig("this run was made without a loader; call run.done() after each step instead of iterating")
-        self._check_open()
+        if self._closed:
+            raise RunOver(self.step)
         self.set_random()
         self.is_iterated = True
         while not self._is_over(feed):
@@ -243,13 +239,6 @@ class Run:
             yield batch
             self._cut()
         self.finish()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Misuse(
-                f"this run is over, at step {self.step}: iterating it once gives the batches of all its epochs. For "
-                "more of them say guard(..., epochs=...), and do not loop over epochs around it"
-            )
 
     def _is_over(self, feed: Feed) -> bool:
         steps, epochs = self.settings.steps, self.settings.epochs
@@ -264,15 +253,14 @@ class Run:
 
     def done(self) -> bool:
         """Mark the cut by hand, for loops that do not iterate the run. True once `steps` steps are done."""
-        self._check_open()
         self._cut()
         return self.settings.steps is not None and self.step >= self.settings.steps
 
     def _cut(self) -> None:
+        if self._closed:
+            raise RunOver(self.step)
         if not self._capture.take_step():
             return
-        if self._closed:
-            raise Misuse("this run is over, and its last update is not kept: guard() goes on from the step before it")
         self.step += 1
         self._state.reductions.settle()
         if self._forward is not None and self._forward.is_under_way:
@@ -380,7 +368,6 @@ class Run:
         if self._closed or (self._is_between and self.give_up()):
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
         self._capture.tell_uncut()
         is_final = self._finished
         try:
@@ -396,8 +383,7 @@ class Run:
 
     def _take_last(self) -> bool:
         """Have the last step in memory, as a base. Whether there is one that is not on the disk yet."""
-        stepped = self._capture.take_step()
-        self.step += stepped
+        self.step += (stepped := self._capture.take_step())
         ended = self._finished and not self._had_finished and self.step > 0
         is_new = self._keeping.last_step is not None or stepped or ended
         if is_new and not self._keeping.has_last:
@@ -406,6 +392,7 @@ class Run:
 
     def _release(self, *, final: bool) -> None:
         self._closed = True
+        atexit.unregister(self._at_exit)
         self._life.pop_all()
         with ExitStack() as others:  # the last one first; whatever goes wrong with one, the others let go, too
             others.callback(self._timeline.close)
@@ -429,7 +416,6 @@ class Run:
     def give_up(self) -> bool:
         """The loop broke in the middle of a step: what is sealed stands. Whether there was anything to give up."""
         if was_open := not self._closed:
-            atexit.unregister(self._at_exit)
             self._release(final=False)
         return was_open
 
@@ -459,8 +445,6 @@ class Run:
             self._keeping.wait_durable(self.step)
         except EverstepError as error:  # whoever sent the signal wants us gone; memory has the step
             self._emit(Degraded(what="left before the last step was durable", reason=str(error)))
-            say(str(error))
         finally:
-            atexit.unregister(self._at_exit)
             self._release(final=False)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import everstep
 from everstep import events
-from everstep.errors import Mismatch, Misuse
+from everstep.errors import Mismatch, RunOver
 
 
 class _Numbers(Dataset[Tensor]):
@@ -103,9 +103,9 @@ def test_a_run_that_is_over_gives_no_batches_and_takes_no_steps(tmp_path: Path) 
     program = _Program(tmp_path)
     for batch in program.run:
         program.step(batch)
-    with pytest.raises(Misuse, match=r"over, at step 8: iterating it once gives the batches of all its epochs"):
+    with pytest.raises(RunOver, match=r"over, at step 8: iterating it once gives the batches of all its epochs"):
         next(iter(program.run))
-    with pytest.raises(Misuse, match="over"):
+    with pytest.raises(RunOver, match="over"):
         program.run.done()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from everstep import topology
 from everstep.capture.collector import uncollected
@@ -33,6 +34,10 @@ class Resumed:
     latest: Checkpoint
     base: int  # the step from which records led to it
     source: str  # for people
+
+    def tell(self, directory: Path, *, is_over: bool) -> None:
+        over = ", where it had come to its end: nothing is left to do" if is_over else ""
+        say(f"{directory} goes on from step {self.latest.step} ({self.source}){over}")
 
 
 def resume(

@@ -16,6 +16,7 @@ from everstep.capture.layout import COMPRESSOR, Listing, Subjects, optimizer_nam
 from everstep.capture.reductions import Reductions
 from everstep.capture.sharded import check_modules, check_optimizer, stepping
 from everstep.errors import BadConfig, Mismatch
+from everstep.events import Degraded, Sink
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.restore import apply_rest, restore
 
@@ -101,11 +102,13 @@ class State:
                 ]
         return found
 
-    def has_loose_scheduler(self) -> bool:
-        """Whether somebody sets learning rates of whom guard() was not told, so that a resumed run has another one."""
+    def tell_loose_ends(self, emit: Sink) -> None:
+        """Somebody sets learning rates of whom guard() was not told, so that a resumed run has others."""
         told = bool(self.schedulers) or any(map(is_stateful, self.extra.values()))
         groups = (group for one in self.subjects.optimizers for group in one.param_groups)
-        return not told and any("initial_lr" in group for group in groups)
+        if not told and any("initial_lr" in group for group in groups):
+            what = "a learning rate scheduler was not given to guard()"
+            emit(Degraded(what=what, reason="a resumed run begins it anew; say guard(..., scheduler=...)"))
 
     def _odd_state(self, index: int) -> dict[str, Any]:
         """An optimizer's state that is not a tensor of a parameter. Who has any is asked again only if state grew."""
