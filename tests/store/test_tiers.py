@@ -252,3 +252,11 @@ def test_a_link_to_a_directory_in_the_place_of_a_blob_goes_and_the_directory_sta
     tier.delete("two.json")
     assert [path.name for path in tier.root.iterdir()] == ["one.json"]
     assert (tmp_path / "elsewhere" / "file").exists()
+
+
+def test_a_memory_tier_whose_place_has_vanished_makes_it_anew_for_nobody_else(tmp_path: Path) -> None:
+    """Else the private folder of arenas and sockets would be everybody's, and the next keeper would refuse it."""
+    tier = MemoryTier(tmp_path / "everstep-0" / "run" / "guests")
+    tier.put("step-0000000001/rank-00000.json", memoryview(b"{}"))
+    made = [tmp_path / "everstep-0", *(path for path in tmp_path.rglob("everstep-0/**/*") if path.is_dir())]
+    assert len(made) == 4 and {path.stat().st_mode & 0o777 for path in made} == {0o700}

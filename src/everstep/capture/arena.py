@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 
 import xxhash
 
-from everstep.capture.host import allow_many_files, free_memory, is_memory, populate
+from everstep.capture.host import allow_many_files, free_memory, is_memory, make_private, populate
 from everstep.capture.taken import Taken, close_all, unmap
 from everstep.errors import Damaged, NotEnoughMemory, TierFailed
 from everstep.image import BLOCK, CHUNK_BYTES, FORMAT, ImageLayout, round_up
@@ -156,7 +156,7 @@ class Arena:
         try:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True, mode=0o700)
+                make_private(folder)
             opened.append(_file(folder, "control", whose))
             os.posix_fallocate(opened[0], 0, control_bytes)
             if reserved is None:

@@ -43,6 +43,13 @@ def open_root(path: str | None) -> Path:
     return root
 
 
+def make_private(folder: Path) -> None:
+    """With all above it that is missing, of which mkdir(parents=True) would make folders for everybody."""
+    for one in (*reversed(folder.parents), folder):
+        if not one.is_dir():
+            one.mkdir(mode=0o700, exist_ok=True)
+
+
 def free_memory(root: Path | None) -> int:
     """Bytes that an arena may still take: the least of mount, machine and control group."""
     limits = []

@@ -335,8 +335,11 @@ class DiskTier:
     def _make_folder(self, folder: Path) -> None:
         if not folder.is_dir():
             self.before(f"mkdir {folder.name}")
-            folder.mkdir(parents=True, exist_ok=True)
+            self._new_folder(folder)
             self._sync_folder(folder.parent)
+
+    def _new_folder(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
 
     def _sync_folder(self, folder: Path) -> None:
         if not self.durable:

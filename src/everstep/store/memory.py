@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everstep.capture.host import make_private
 from everstep.store.disk import DiskTier
 from everstep.types import Survives
 
@@ -14,3 +15,6 @@ class MemoryTier(DiskTier):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, name="memory", survives=Survives.PROCESS)
+
+    def _new_folder(self, folder: Path) -> None:
+        make_private(folder)
