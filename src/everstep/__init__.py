@@ -19,7 +19,7 @@ capture/        what it costs, and which way to go on   moments steering
 capture/        and smaller, if training wants it so    compressor powersgd compress compression
 store/          onto a medium, all or nothing           tier blocks disk memory manifest frame gaps log retain
 store/          an object store                         bucket objects
-store/          where it lies, and whose it is          places claim halts
+store/          where it lies, and whose it is          places claim halts rewinds
 protect/        across nodes: who, where, and how       groups stripes xor reed_solomon coder parity
 keeper/         out of the trainer's way                protocol session roster flush book logbook pace scavenge process
 keeper/         one a node, with an eye and two hands   keeper halting base_writer record_writer

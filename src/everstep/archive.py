@@ -18,6 +18,7 @@ from everstep.capture.arena import Arena, Live
 from everstep.config import Keep
 from everstep.errors import (
     BadConfig,
+    Misuse,
     NewerFormat,
     NothingToRestore,
     RunHeld,
@@ -58,6 +59,8 @@ from everstep.recover.records import Entry, entries
 from everstep.recover.shelf import Shelf
 from everstep.recover.survey import Sources
 from everstep.recover.times import Times, measure, times
+from everstep.store import rewinds
+from everstep.store.claim import keep_away
 from everstep.store.disk import DiskTier
 from everstep.store.log import log_folder, log_name, scan
 from everstep.store.manifest import committed_steps, partial_steps, read_commit, read_part, run_name
@@ -217,7 +220,7 @@ class Archive:
         if step is not None:
             holdings = tuple(h for h in holdings if h.step == step)
             if not holdings and step in restorable(survey):
-                plan = make_plan(up_to(msgspec.structs.replace(survey, attempts=()), step), {sources.node})
+                plan = make_plan(up_to(msgspec.structs.replace(survey, attempts=(), rewind=None), step), {sources.node})
                 holdings = plan.parts
         checks: list[Check] = [(h.bytes, partial(check_part, sources, h)) for h in holdings]
         if step is None or plan is not None:
@@ -350,6 +353,17 @@ class Archive:
             )
         flush.remove_checkpoint(self._tier, step)
         return gone
+
+    def rewind(self, step: int | None) -> list[int]:
+        """Have the next life go on from this step; the newer ones, which it will set aside. None: take that back."""
+        with keep_away(self.directory) as is_free:
+            if not is_free or keeper_pid(self.run) is not None:
+                raise Misuse(f"{self.directory} is in use. {rewinds.WHEN}")
+            if step is None:
+                rewinds.take_back(self._tier)
+                return []
+            known = {*self.steps(), *partial_steps(self._tier, self.run)}  # of these other nodes have the rest
+            return rewinds.ask(self._tier, step, known)
 
     def clean(self, keep: Keep | None = None) -> dict[str, list[int]]:
         """Remove what crashes left behind, and with `keep` the checkpoints that it lets go.

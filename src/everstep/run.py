@@ -42,7 +42,7 @@ from everstep.recover.resume import resume
 from everstep.recover.state import State, as_list, stateful_list
 from everstep.recover.survey import Sources
 from everstep.signals import Signals
-from everstep.store import claim
+from everstep.store import claim, rewinds
 from everstep.store.places import Places
 from everstep.tiers import Tier
 from everstep.timeline import Timeline, timeline_of_rank
@@ -166,6 +166,7 @@ class Run:
             resumed_base=self._resumed_base, is_followed=bool(replica),
         )  # fmt: skip
         self._life.callback(self._keeping.end_life)
+        rewinds.forget(self._places.disk_tier(), self._emit)
         self._capture = self._keeping.capture
         reserve.end_pinning()  # the program may record a CUDA graph from now on
         self._emit(Started(rank=place.rank, world=place.world, pid=os.getpid(), step=self.step, source=source))
@@ -241,9 +242,8 @@ class Run:
         self.finish()
 
     def _is_over(self, feed: Feed) -> bool:
-        steps, epochs = self.settings.steps, self.settings.epochs
-        has_all = (steps is not None and self.step >= steps) or (epochs is not None and feed.epoch >= epochs)
-        return self._finished or has_all
+        limits = [(self.step, self.settings.steps), (feed.epoch, self.settings.epochs)]
+        return self._finished or any(limit is not None and done >= limit for done, limit in limits)
 
     def set_random(self) -> None:
         """For loops that call done(): the random state as it was saved, whatever has moved it since guard()."""

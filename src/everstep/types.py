@@ -316,6 +316,14 @@ class Attempt(Noun, frozen=True, kw_only=True):
     digest: str = ""
 
 
+class Rewind(Noun, frozen=True, kw_only=True):
+    """`rewind.json`: the next life is to go on from this step, whatever is newer."""
+
+    format: int
+    step: Step
+    digest: str = ""
+
+
 class DatasetRecord(Noun, frozen=True, kw_only=True):
     """`dataset-0000001200.json`: a dataset of files, by name; `dropped-0000001200.json`: it is not offered any more."""
 
@@ -389,6 +397,7 @@ class Survey(Noun, frozen=True, kw_only=True):
     parities: tuple[ParityHolding, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     attempts: tuple[Attempt, ...] = ()
+    rewind: int | None = None  # the newest step that is wanted, if somebody has asked to go back
 
 
 class Plan(Noun, frozen=True, kw_only=True):

@@ -180,7 +180,7 @@ def test_status_of_a_dead_run(cli: Cli, killed: Path) -> None:
     status = cli("status", killed, "--json").json
     assert set(status) == {
         "run", "directory", "alive", "trainers", "keeper", "step", "sealed_step", "durable_step", "arena_bytes",
-        "ring", "exposure", "replica", "protected_step", "shared_step", "flushes", "silent_nodes",
+        "ring", "exposure", "replica", "protected_step", "shared_step", "flushes", "silent_nodes", "trouble",
         "went_on",
     }  # fmt: skip
     assert (status["protected_step"], status["shared_step"], status["flushes"]) == (None, None, [])

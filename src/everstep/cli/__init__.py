@@ -18,7 +18,8 @@ from everstep.errors import EverstepError
 
 COMMANDS = (
     "ls", "show", "status", "verify", "plan", "tune", "simulate", "inject", "top", "trace", "report", "import",
-    "export", "halt", "doctor", "scavenge", "rm", "gc", "run", "lab",
+    "export", "halt", "doctor", "scavenge", "rewind", "rm", "gc", "run",
+    "lab",
 )  # fmt: skip
 LAB = ("accuracy",)
 

@@ -38,11 +38,14 @@ def merge(surveys: Collection[Survey]) -> Survey:
         parities=tuple(dict.fromkeys(p for survey in surveys for p in survey.parities)),
         rejections=tuple(dict.fromkeys(r for survey in surveys for r in survey.rejections)),
         attempts=tuple(dict.fromkeys(a for survey in surveys for a in survey.attempts)),
+        rewind=min((survey.rewind for survey in surveys if survey.rewind is not None), default=None),
     )
 
 
 def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
     """`nodes`: those that can be reached; what only another one has cannot be had."""
+    if survey.rewind is not None:
+        return _gone_back(survey, survey.rewind, nodes)
     groups = _by_base(survey)
     suspects = {attempt.step: attempt for attempt in survey.attempts if _is_suspect(attempt)}
     log = _Log(survey, nodes)
@@ -76,6 +79,16 @@ def make_plan(survey: Survey, nodes: Collection[str]) -> Plan:
         values=log.values(step) if step > key[0] else (),
         parities=_parities(survey, key, nodes) if any(p.source == "parity" for p in bases[key]) else (),
     )  # fmt: skip
+
+
+def _gone_back(survey: Survey, asked: int, nodes: Collection[str]) -> Plan:
+    plan = make_plan(msgspec.structs.replace(up_to(survey, asked), rewind=None), nodes)
+    newest = max((*(one.step for one in survey.holdings), *(one.last for one in survey.records)), default=asked)
+    if newest == asked:
+        return plan
+    reason = f"the run goes back to step {asked}, as `everstep rewind` was told"
+    first = Rejection(step=newest, source="any", reason=reason)
+    return msgspec.structs.replace(plan, rejections=(first, *plan.rejections))
 
 
 def reaches(survey: Survey, nodes: Collection[str]) -> list[tuple[tuple[Holding, ...], list[int]]]:

@@ -31,7 +31,7 @@ def retrieve(sources: Sources, step: int | None, rank: int) -> Checkpoint:
     """
     everything = survey = sources.survey()
     if step is not None:  # it is asked for, whoever failed to read it before
-        survey = msgspec.structs.replace(up_to(survey, step), attempts=())
+        survey = msgspec.structs.replace(up_to(survey, step), attempts=(), rewind=None)
     while True:
         plan = make_plan(survey, {sources.node})
         if plan.step is None or step not in (None, plan.step):

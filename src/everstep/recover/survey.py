@@ -16,6 +16,7 @@ from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.client import inherited
 from everstep.recover.shelf import RecordImage, Shelf
+from everstep.store import rewinds
 from everstep.store.blocks import room_for
 from everstep.store.manifest import Ranges, check_chunks, chunks_in, read_record
 from everstep.store.places import Places, guest_tier
@@ -73,6 +74,7 @@ class Sources:
         return Survey(
             holdings=tuple(holdings), records=tuple(records), values=tuple(values),
             parities=tuple(parities), rejections=tuple(rejections), attempts=self.attempts(),
+            rewind=rewinds.read(self.tier),
         )  # fmt: skip
 
     def _in_memory(self, arena: Arena) -> list[Holding]:

@@ -29,13 +29,16 @@ from everstep.types import (
     ParityRecord,
     Part,
     Piece,
+    Rewind,
     Room,
     RunRecord,
     TiersRecord,
     learnt,
 )
 
-Record = TypeVar("Record", Commit, Part, RunRecord, TiersRecord, ParityRecord, HaltRecord, Attempt, DatasetRecord)
+Record = TypeVar(
+    "Record", Commit, Part, RunRecord, TiersRecord, ParityRecord, HaltRecord, Attempt, Rewind, DatasetRecord
+)
 
 _COMMIT_NAME = re.compile(r"step-(\d{10})\.json")
 _STEP_FOLDER = re.compile(r"step-(\d{10})")
