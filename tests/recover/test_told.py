@@ -159,3 +159,9 @@ def test_a_data_set_that_has_grown_is_refused_in_the_middle_of_a_pass(tmp_path: 
         _Program(tmp_path, items=64)
     _Program(tmp_path).train(100)
     assert len(_Program(tmp_path, items=64, epochs=2).train(100)) == 64
+
+
+def test_a_partner_that_one_node_cannot_have_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zmq")
+    _Program(tmp_path, tiers=[everstep.Partner()]).run.close()
+    assert "no step is protected: other nodes are to do that, and this job has only one" in capfd.readouterr().err

@@ -23,6 +23,7 @@ def command(
         with_it = archive.remove(step)
         gone += with_it
         if not json:
-            print(f"step {step} is gone" + (f", and with it {in_words(with_it)} of the log" if with_it else ""))
+            still = "; it can still be had from elsewhere" if step in archive.steps() else ""
+            print(f"step {step} is gone" + (f", and with it {in_words(with_it)} of the log" if with_it else "") + still)
     if json:
         print_json({"removed": steps, "gone_with_them": gone})

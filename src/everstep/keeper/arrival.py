@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from everstep import topology
 from everstep.config import Settings
 from everstep.errors import BadConfig, KeeperLost
-from everstep.events import EventLog, Sink
+from everstep.events import Degraded, EventLog, Sink
 from everstep.keeper import scavenge
 from everstep.keeper.client import KeeperClient, asked_of
 from everstep.keeper.note import read_charter
@@ -79,6 +79,8 @@ def arrive(
 ) -> str:  # fmt: skip
     """All ranks must arrive together. Returns the name of their life, which no other has."""
     _check_alike(settings, place)
+    if settings.tiers.protection is not None and not place.has_many_nodes:
+        emit(Degraded(what="no step is protected", reason="other nodes are to do that, and this job has only one"))
     generation = topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
     is_alone = settings.keeper == "inline" or not place.has_many_nodes
     secret = b"" if is_alone else topology.exchange(os.urandom(32), place)[0]
