@@ -53,7 +53,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     tensor: Tensor
-    gate: int | None  # the optimizer whose step overwrites it; None: if anybody, the loop, after a step
+    gate: int | None  # the optimizer whose step overwrites it; None: several, or if anybody the loop, after a step
     at_cut: bool  # may change at any time after the cut, so it is copied in the cut
     common: bool  # the same on every rank, or a box of what ranks have together; else this rank's own
     family: str  # the parameter that it is, or that it is an optimizer's state of; else its own name
@@ -121,6 +121,13 @@ def is_replicated(module: nn.Module) -> bool:
 def optimizer_name(index: int, count: int) -> str:
     """How one of so many optimizers is called."""
     return _numbered("optimizer", index, count)
+
+
+def own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the state_dict() of its class has beside that of every optimizer; nothing, for nearly all."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict or is_zero(optimizer):
+        return {}
+    return {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
 
 
 def is_state(name: str) -> bool:
@@ -202,15 +209,23 @@ class Subjects:
         models = [(_numbered("model", i, len(self.models)), model) for i, model in enumerate(self.models)]
         return models + [(f"extra.{key}", module) for key, module in self.modules.items()]
 
+    def _gates(self) -> dict[int, int | None]:
+        """The optimizer that overwrites a parameter, by the id of that; None: several do."""
+        found: dict[int, int | None] = {}
+        for index, optimizer in enumerate(self.optimizers):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                found[id(parameter)] = index if found.get(id(parameter), index) == index else None
+        return found
+
     def listing(self) -> Listing:
         walked = [(prefix, model, list(_parameters(prefix, model))) for prefix, model in self.named_modules()]
         names = self._names(parameters for _, _, parameters in walked)
-        gates = {id(p): i for i, one in enumerate(self.optimizers) for many in one.param_groups for p in many["params"]}
+        gates = self._gates()
         making = _Making()
         for prefix, model, parameters in walked:
             making.add_module(prefix, model, parameters, gates)
         for i, (prefix, optimizer) in enumerate(self._named_optimizers()):
-            making.add_optimizer(i, prefix, optimizer, names)
+            making.add_optimizer(i, prefix, optimizer, names, gates)
         if self.scaler is not None:
             making.add_scaler(self.scaler)
         if self.compressor is not None:
@@ -255,7 +270,7 @@ class _Making:
             self.aliases[name] = known.name
 
     def add_module(
-        self, prefix: str, model: nn.Module, parameters: Iterable[_Held], gates: dict[int, int]
+        self, prefix: str, model: nn.Module, parameters: Iterable[_Held], gates: dict[int, int | None]
     ) -> None:  # fmt: skip
         is_common = is_replicated(model)
         for name, parameter, holder, key in parameters:
@@ -273,7 +288,10 @@ class _Making:
                     name = f"{kind}{prefix}.{plain_name(f'{path}.{key}' if path else key)}"
                     self.add(name, buffer, module._buffers, key, at_cut=True)
 
-    def add_optimizer(self, index: int, prefix: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    def add_optimizer(
+        self, index: int, prefix: str, optimizer: torch.optim.Optimizer, names: dict[int, str],
+        gates: dict[int, int | None],
+    ) -> None:  # fmt: skip
         states = stepping(optimizer).state
         self.watch.same(vars(stepping(optimizer)), "state")  # load_state_dict() brings another dict,
         self.watch_at_cut.same(vars(optimizer), "param_groups")  # and another list
@@ -288,7 +306,7 @@ class _Making:
             for parameter in group["params"]:
                 name, common = names[id(parameter)], self.common.get(id(parameter), False)
                 if id(parameter) not in self.common:
-                    self.add(name, parameter, {"params": parameter}, "params", gate=index)
+                    self.add(name, parameter, {"params": parameter}, "params", gate=gates[id(parameter)])
                 state = states.get(parameter, {})
                 self.watch.grows(state)
                 self.watch.same(states, parameter)

@@ -28,8 +28,11 @@ import msgspec
 from everstep.capture.extras import random_state, set_random_state
 from everstep.capture.stream import Course, course_of, is_stream, joined, rest
 from everstep.config import Batch
-from everstep.errors import Mismatch
+from everstep.errors import BadConfig, Mismatch
+from everstep.events import say
 from everstep.topology import Topology
+
+_UNREAD_CUTS = 3  # the first may come before the loop does
 
 
 def _kind(loader: Any) -> str:
@@ -130,6 +133,8 @@ class Feed:
         self.rank, self.world = rank, world
         self._keeps_seats, self._seats = keeps_seats, world
         self.epoch = 0
+        self._empty_passes = 0  # in a row
+        self._unread_cuts = 0  # before the first batch was taken
         self._batches = 0  # taken in this pass
         self._samples = 0  # taken in this pass by all ranks
         self._iterator: Iterator[Any] | None = None
@@ -148,6 +153,7 @@ class Feed:
 
     def position(self) -> dict[str, Any]:
         keeps_place = self.kind == "stateful" and self._iterator is not None
+        self._tell_unread()
         return {
             "kind": self.kind,
             "world": self._seats,
@@ -161,6 +167,14 @@ class Feed:
             "generators": self._generator_states() if keeps_place else None,
             "stream": self._stream_position(),
         }
+
+    def _tell_unread(self) -> None:
+        """Of a loop that reads the loader itself, and calls run.done()."""
+        if self._iterator is None and not self.epoch:
+            self._unread_cuts += 1
+            if self._unread_cuts == _UNREAD_CUTS and self.rank == 0:
+                way = "iterate the run and not the loader, or keep its place in extra="
+                say(f"the place in the data is not kept, since steps are taken and no batch is: {way}")
 
     def _stream_position(self) -> dict[str, Any] | None:
         course = self._course
@@ -301,6 +315,10 @@ class Feed:
         return batch
 
     def end_pass(self) -> None:
+        """BadConfig at the second pass in a row that gave nothing: no number of passes would give any."""
+        self._empty_passes = 0 if self._batches else self._empty_passes + 1
+        if self._empty_passes == 2:
+            raise BadConfig("the loader has given no batch in two passes: nothing can be trained on it")
         self.epoch += 1
         self._iterator, self._began, self.kind, self._course = None, None, _kind(self.loader), None
         self._batches = self._samples = 0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, optim
 
-from everstep.capture.layout import Subjects
+from everstep.capture.layout import Subjects, own_state
 from everstep.capture.sharded import box_of, is_sharded, local_of, stepping
 from everstep.capture.update import is_elementwise, parameters_of
 from everstep.types import Place
@@ -59,20 +59,24 @@ def places(subjects: Subjects) -> dict[str, Place] | None:
 
 def why_no_log(subjects: Subjects) -> str:
     """Why no record can hold what the optimizers consume; empty if ranks can record what they have of it."""
+    seen: set[int] = set()
+    for optimizer in subjects.optimizers:
+        if own_state(optimizer):
+            return f"{type(optimizer).__qualname__} has a state_dict() of its own, and its step may need what is in it"
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in seen:
+                return f"{subjects.names()[id(parameter)]} is in two optimizers"
+            seen.add(id(parameter))
     what = subjects.what_is_sharded()
     if not what:
         return ""
-    seen: set[int] = set()
     for optimizer in subjects.optimizers:
         kind = type(stepping(optimizer)).__qualname__
         if not is_elementwise(stepping(optimizer)):
             return f"{what}, and {kind} is not known to update every element by itself"
         for parameter in parameters_of(optimizer):
-            if id(parameter) in seen:
-                return f"{what}, and {subjects.names()[id(parameter)]} is in two optimizers"
             if is_sharded(parameter) and not parameter.dim():
                 return f"{what}, and {subjects.names()[id(parameter)]} has no dimension that it could be cut along"
-            seen.add(id(parameter))
     return ""
 
 

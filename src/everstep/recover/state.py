@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,7 +15,7 @@ from everstep.capture import extras as trees
 from everstep.capture.collector import uncollected
 from everstep.capture.compressor import Compressor
 from everstep.capture.form import on_device
-from everstep.capture.layout import COMPRESSOR, Listing, Subjects, optimizer_name
+from everstep.capture.layout import COMPRESSOR, Listing, Subjects, optimizer_name, own_state, plain_name
 from everstep.capture.reductions import Reductions
 from everstep.capture.sharded import check_modules, check_optimizer, stepping
 from everstep.errors import BadConfig, Mismatch
@@ -51,6 +54,12 @@ class State:
             models=models, optimizers=optimizers, scaler=scaler, compressor=compressor, modules=modules
         )
         self.reductions = Reductions(self.subjects)
+        self._with_extra_state = [
+            (f"{prefix}.{plain_name(path)}", module)
+            for prefix, model in self.subjects.named_modules()
+            for path, module in model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
         self._given = [[_settings(group) for group in one.param_groups] for one in optimizers]
         self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
         if compressor is not None:
@@ -70,10 +79,12 @@ class State:
                         for group in optimizer.param_groups
                     ],
                     "given": self._given[index],
+                    "own": own_state(optimizer),
                     **self._odd_state(index),
                 }
                 for index, optimizer in enumerate(self.subjects.optimizers)
             ],
+            "modules": {name: module.get_extra_state() for name, module in self._with_extra_state},
             "schedulers": [one.state_dict() for one in self.schedulers],
             "scaler": self._scaler_scalars(),
             "compressor": self.subjects.compressor.small() if self.subjects.compressor is not None else None,
@@ -162,6 +173,7 @@ class State:
         if is_record:
             apply_rest(latest, self.subjects)
         self._restore_compressor(latest, strict)
+        self._restore_own(tree, strict)
         for one, saved in zip(self.schedulers, tree["schedulers"], strict=False):
             one.load_state_dict(saved)
         scaler = latest.scaler_state()
@@ -175,7 +187,23 @@ class State:
             if "state" in saved:
                 self.extra[key].load_state_dict(saved["state"])
             else:
-                _put_back(self.extra, key, saved["value"])
+                given = self.extra[key]
+                filled = _put_back(given, saved["value"])
+                if filled is not given:
+                    self.extra[key] = filled
+
+    def _restore_own(self, tree: dict[str, Any], strict: bool) -> None:
+        """What classes of optimizers and modules say themselves that it is to be kept."""
+        for optimizer, saved in zip(self.subjects.optimizers, tree["optimizers"], strict=False):
+            if saved.get("own"):
+                optimizer.load_state_dict({**optimizer.state_dict(), **saved["own"]})
+        saved, now = tree.get("modules", {}), dict(self._with_extra_state)
+        if strict and saved.keys() - now.keys():
+            raise Mismatch(
+                f"these had an extra state, and have none now: {', '.join(sorted(saved.keys() - now.keys()))}"
+            )
+        for name in saved.keys() & now.keys():
+            now[name].set_extra_state(saved[name])
 
     def _restore_compressor(self, latest: Checkpoint, strict: bool) -> None:
         compressor, saved = self.subjects.compressor, latest.extras["compressor"]
@@ -196,19 +224,31 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _put_back(holder: Any, key: str, value: Any) -> None:
-    """Restore a plain value, in place where others may hold it."""
-    old = holder[key]
-    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
-        with torch.no_grad():
-            old.copy_(value)
+@torch.no_grad()
+def _put_back(old: Any, value: Any) -> Any:
+    """A plain value as it was saved, in the object that the program has if that can hold it: others may know it."""
+    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+        has_places = old.shape == value.shape and torch._debug_has_internal_overlap(old) == 0
+        return old.copy_(value) if has_places else value
+    if isinstance(old, np.ndarray) and isinstance(value, np.ndarray):
+        if (old.shape, old.dtype) != (value.shape, value.dtype) or not old.flags.writeable:
+            return value
+        np.copyto(old, value)
     elif isinstance(old, dict) and isinstance(value, dict):
+        filled = {key: _put_back(old.get(key), one) for key, one in value.items()}
+        old.clear()
+        old.update(filled)
+    elif isinstance(old, list) and isinstance(value, list):
+        old[:] = [_put_back(before, one) for before, one in zip_longest(old[: len(value)], value)]
+    elif isinstance(old, set) and isinstance(value, set):
         old.clear()
         old.update(value)
-    elif isinstance(old, list) and isinstance(value, list):
-        old[:] = value
+    elif isinstance(old, deque) and isinstance(value, deque):
+        old.clear()
+        old.extend(value)
     else:
-        holder[key] = value
+        return value
+    return old
 
 
 def is_stateful(value: object) -> bool:
