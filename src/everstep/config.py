@@ -26,7 +26,11 @@ _TAKES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Which checkpoints stay on a disk: the newest `last`, and every one whose step is a multiple of `every`."""
+    """Which checkpoints stay on a disk: the newest `last`, and the first one at or after each multiple of `every`.
+
+    So `every=1000` keeps the first that is written from step 1000 on, the first from 2000 on, and so forth, whenever
+    they are written; `every=1` keeps all.
+    """
 
     last: int = 2
     every: int | None = None

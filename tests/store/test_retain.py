@@ -6,13 +6,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.config import Keep
-from everstep.store.retain import spent_segments, to_retire
+from everstep.store.retain import milestones, spent_segments, to_retire
 
 steps = st.lists(st.integers(0, 500), unique=True, max_size=30)
 
 
-def test_the_newest_and_every_nth_stay() -> None:
+def test_the_newest_and_the_first_at_or_after_each_multiple_stay() -> None:
     assert to_retire([10, 20, 25, 30, 35, 40], Keep(last=2, every=20)) == [10, 25, 30]
+    assert to_retire([1, 51, 58, 93, 201, 210, 240, 245], Keep(last=1, every=50)) == [1, 58, 93, 210, 240]
+
+
+def test_all_stay_where_every_one_is_a_milestone() -> None:
+    assert to_retire([0, 1, 2, 5], Keep(last=1, every=1)) == []
+
+
+@given(steps, st.integers(1, 5), st.integers(2, 50))
+def test_milestones_are_the_same_however_often_checkpoints_were_let_go_before(
+    written: list[int], last: int, every: int
+) -> None:
+    left = set[int]()
+    for step in sorted(written):
+        left.add(step)
+        left -= set(to_retire(left, Keep(last=last, every=every)))
+    expected = {min(step for step in written if step >= n) for n in range(every, max(written, default=0) + 1, every)}
+    assert left == expected | set(sorted(written)[-last:])
+
+
+@given(steps, steps, steps, st.integers(2, 50))
+def test_nodes_keep_the_same_milestones_of_what_all_have_whatever_else_each_has(
+    on_all: list[int], ours: list[int], theirs: list[int], every: int
+) -> None:
+    everywhere = set(on_all) | (set(ours) & set(theirs))
+    for own in (ours, theirs):
+        gone = to_retire({*on_all, *own}, Keep(last=1, every=every), everywhere=everywhere)
+        assert milestones(everywhere, every).isdisjoint(gone)
 
 
 @given(steps, steps, st.integers(1, 5), st.none() | st.integers(1, 50))

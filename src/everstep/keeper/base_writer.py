@@ -36,7 +36,8 @@ class BaseWriter:
         """`announce`: tell everybody how far the medium is."""
         self._tier, self._roster, self._logbook, self._replicas = tier, roster, logbook, replicas
         self._emit, self._announce, self._mark = emit, announce, mark
-        self._wrote = -1  # the newest base that this keeper made durable itself
+        self._wrote = -1  # the newest base that this keeper made durable itself,
+        self._there: tuple[int, ...] = ()  # and all that were there then
         self._last_at = 0.0
         self.took_s = -1.0  # that the last base took; -1: there was none
         self._asked = threading.Event()
@@ -109,7 +110,8 @@ class BaseWriter:
 
     def status(self) -> Lane:
         """How far this node's disk is, for the others."""
-        return Lane(done=self._wrote, reach=self._logbook.reach(), seconds=max(0.0, self.took_s))
+        done = self._wrote
+        return Lane(done=done, reach=self._logbook.reach(), seconds=max(0.0, self.took_s), there=self._there)
 
     def _is_waited_for(self, sessions: list[Session]) -> bool:
         """Whether somebody waits for what only a base can give."""
@@ -141,7 +143,7 @@ class BaseWriter:
                     self._roster.give_back(session, slot)
         if size is None:
             return
-        self._wrote = step
+        self._has_written(step)
         self._logbook.base = self._newest_committed() if self.appointed is not None else step
         while self._roster.overtaken:
             arena = self._roster.overtaken.pop()
@@ -166,6 +168,10 @@ class BaseWriter:
         else:
             reason = f"removing them takes longer than {_PATIENCE_S:g} s"
             self._emit(Degraded(what="old checkpoints are still there", reason=reason, tier="disk"))
+
+    def _has_written(self, step: int) -> None:
+        self._there = tuple(committed_steps(self._tier))  # first: a step that is complete is among what all have
+        self._wrote = step
 
     def _persist(
         self, step: int, sessions: list[Session], arenas: list[Arena | None], slots: list[int | None]
@@ -212,13 +218,14 @@ class BaseWriter:
             appointed = self.appointed
             if appointed is None and hello.secret:
                 return  # a new life's nodes have not met yet: nobody knows what all of them have
-            before = appointed().complete if appointed is not None else None
+            order = appointed() if appointed is not None else None
+            before, everywhere = (None, None) if order is None else (order.complete, order.everywhere)
             keep = Keep(last=hello.keep_last, every=hello.keep_every)
-            for gone in flush.retire(self._tier, keep, hello.run, before=before):
+            for gone in flush.retire(self._tier, keep, hello.run, before=before, everywhere=everywhere):
                 self._emit(Retired(step=gone, reason="newer checkpoints are committed"))
             flush.clean(self._tier)
             with self._logbook.writing:
-                self._logbook.forget(min(committed_steps(self._tier), default=-1))
+                self._logbook.forget(flush.oldest_followed(self._tier, keep, hello.run, before=before))
         except Exception as error:  # the next base tries it again
             self._emit(Degraded(what="old checkpoints are still there", reason=str(error), tier="disk"))
 
@@ -230,7 +237,7 @@ class BaseWriter:
             return
         self._logbook.base = next(flush.sound_steps(self._tier, run), -1)
         if newest <= self._logbook.base:
-            self._wrote = newest
+            self._has_written(newest)
         elif newest in committed_steps(self._tier):
             flush.remove_checkpoint(self._tier, newest)  # damaged; memory has it, and writes it anew
 

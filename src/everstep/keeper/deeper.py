@@ -15,7 +15,6 @@ from everstep.keeper.sinking import Sinking
 from everstep.keeper.transit import CalledOff, Transit
 from everstep.store.claim import sign
 from everstep.store.log import cut_after, strangers
-from everstep.store.manifest import committed_steps
 from everstep.store.tier import Tier
 from everstep.tiers import Deeper, Shared, rate_of
 from everstep.types import Source
@@ -115,9 +114,12 @@ class DeeperWork:
     def over(self, base: int, before: int) -> None:
         if not self._commit(base):
             raise Damaged("not all parts of it can be read there", tier=self._tier.name, step=base)
+        oldest = None
         if self._retires:
-            for gone in flush.retire(self._tier, _kept_on(self._chosen, self._hello), self._hello.run):
+            keep = _kept_on(self._chosen, self._hello)
+            for gone in flush.retire(self._tier, keep, self._hello.run):
                 self._emit(Retired(step=gone, reason=f"newer checkpoints are on {self._tier.name}"))
             flush.clean(self._tier)
-        self.records.follow(base, oldest=min(committed_steps(self._tier)) if self._retires else None)
+            oldest = flush.oldest_followed(self._tier, keep, self._hello.run)
+        self.records.follow(base, oldest=oldest)
         self._emit(Sank(step=base, tier=self.name))

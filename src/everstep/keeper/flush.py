@@ -6,7 +6,7 @@ Each function is safe to be killed in and called again: what is half there is re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -157,34 +157,63 @@ def _says_the_same(tier: Tier, record: Commit) -> bool:
 
 def sound_steps(tier: Tier, run: str, *, read_all: bool = True) -> Iterator[int]:
     """The committed steps that can be restored, newest first: records are checked, sizes, and with `read_all` bytes."""
-    for step in reversed(committed_steps(tier)):
-        try:
-            committed = read_commit(tier, step, run)
-            for ref in committed.parts:
-                part = read_part(tier, committed, ref.rank)
-                if read_all:
-                    read_data(tier, part)
-                elif tier.size(data_name(step, ref.rank)) != part.bytes:
-                    raise Damaged("cut off")
-        except (Damaged, OSError):
-            continue
-        yield step
+    return (step for step in reversed(committed_steps(tier)) if _is_sound(tier, step, run, read_all=read_all))
 
 
-def retire(tier: Tier, keep: Keep, run: str, *, read_all: bool = False, before: int | None = None) -> list[int]:
+def _is_sound(tier: Tier, step: int, run: str, *, read_all: bool) -> bool:
+    try:
+        committed = read_commit(tier, step, run)
+        for ref in committed.parts:
+            part = read_part(tier, committed, ref.rank)
+            if read_all:
+                read_data(tier, part)
+            elif tier.size(data_name(step, ref.rank)) != part.bytes:
+                return False
+    except (Damaged, OSError):
+        return False
+    return True
+
+
+def retire(
+    tier: Tier, keep: Keep, run: str, *, read_all: bool = False, before: int | None = None,
+    everywhere: Collection[int] | None = None,
+) -> list[int]:  # fmt: skip
     """Let go what the policy lets go: commits first, so that no commit ever names what is not there.
 
     Of what is damaged nothing counts as kept, so the last restorable checkpoint stays. `before`: the newest step that
-    all nodes have, where each has its own parts only; nothing from there on goes, however old it is.
+    all nodes have, where each has its own parts only; nothing from there on goes, however old it is. `everywhere`:
+    all that they have.
     """
     committed = committed_steps(tier)
     sound = list(islice(sound_steps(tier, run, read_all=read_all), keep.last))
     looked_at = [step for step in committed if len(sound) < keep.last or step >= sound[-1]]
-    gone = to_retire(committed, keep, damaged=set(looked_at) - set(sound))
+    damaged, judged = set(looked_at) - set(sound), set(looked_at)
+    gone = to_retire(committed, keep, damaged=damaged, everywhere=everywhere)
+    while relied_on := _relied_on(committed, gone, judged, keep):
+        damaged |= {step for step in relied_on if not _is_sound(tier, step, run, read_all=read_all)}
+        judged |= relied_on
+        gone = to_retire(committed, keep, damaged=damaged, everywhere=everywhere)
     gone = [step for step in gone if before is None or step < before]
     for step in gone:
         remove_checkpoint(tier, step)
     return gone
+
+
+def _relied_on(committed: Collection[int], gone: Collection[int], judged: Collection[int], keep: Keep) -> set[int]:
+    """The steps in whose favour others are to go, and that nobody has looked at yet."""
+    if keep.every is None:
+        return set()
+    decided = {step // keep.every for step in set(gone).difference(judged)}
+    return {step for step in set(committed).difference(gone, judged) if step // keep.every in decided}
+
+
+def oldest_followed(tier: Tier, keep: Keep, run: str, *, before: int | None = None) -> int:
+    """The base that the log on a tier begins at: an older milestone is whole without it. `before`: as for `retire`."""
+    committed = committed_steps(tier)
+    sound = [] if keep.every in (None, 1) else list(islice(sound_steps(tier, run, read_all=False), keep.last))
+    if not sound:
+        return min(committed, default=-1)
+    return min([*sound, *(step for step in committed if before is not None and step >= before)])
 
 
 def remove_checkpoint(tier: Tier, step: int) -> None:

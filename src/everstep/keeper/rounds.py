@@ -43,6 +43,7 @@ class Lane(Noun, frozen=True, kw_only=True):
     seconds: float = 0.0  # what its last part took
     cancels: int = 0  # how often somebody there wanted what is under way to stop
     apart: int = 0  # of values: how many steps are to lie between two; 0: it is not known yet
+    there: tuple[int, ...] = ()  # of disks: the steps of which it has its part
 
 
 class Report(Noun, frozen=True, kw_only=True):
@@ -65,6 +66,7 @@ class Order(Noun, frozen=True, kw_only=True):
     complete: int = NONE  # of this base all have done their parts,
     reach: int = NONE  # and records lead all of them to this step
     missed: int = NONE  # the newest appointed step that some node could not bring there
+    everywhere: tuple[int, ...] = ()  # of disks: the steps of which all nodes have their parts
 
 
 class Orders(Noun, frozen=True, kw_only=True):
@@ -81,6 +83,7 @@ class _State:
     ended_at: float | None = None  # when the last of both was
     lead_s: float = _LEAD_S
     lanes: dict[str, Lane] = field(default_factory=dict)  # by node
+    everywhere: tuple[int, ...] = ()  # of those who were heard
 
 
 @dataclass(slots=True)
@@ -157,8 +160,11 @@ class Rounds:
 
     def _take_in(self, name: str, node: str, lane: Lane, now: float) -> None:
         state = self._states[name]
-        before = state.lanes.get(node, Lane())
+        is_new, before = node not in state.lanes, state.lanes.get(node, Lane())
         state.lanes[node] = lane
+        if is_new or lane.there != before.there:
+            everywhere = set.intersection(*(set(one.there) for one in state.lanes.values()))
+            state.everywhere = tuple(sorted(everywhere))
         is_under_way = state.complete < state.step <= self._progress(name).of_any
         if lane.cancels > before.cancels and is_under_way:
             state.cancelled, state.step, state.ended_at = state.step, state.complete, now
@@ -242,6 +248,7 @@ class Rounds:
                 name: Order(
                     step=state.step, complete=state.complete, reach=self._reach(state),
                     missed=max((lane.missed for lane in state.lanes.values()), default=NONE),
+                    everywhere=state.everywhere,
                 )
                 for name, state in self._states.items()
             },
