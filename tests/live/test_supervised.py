@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crews import Job
+from crews import Job, Program
 from lives import digest, run_directory, told
 from team import Team
 from typer.testing import CliRunner
@@ -84,6 +84,23 @@ def test_a_spare_that_is_asked_to_leave_has_no_step_to_finish_and_leaves_at_once
     assert time.monotonic() - asked < signals._GRACE_S / 2
     found = team.wait()
     assert [found[name].code for name in range(3)] == [0, 0, 128 + signal.SIGTERM]
+
+
+def test_a_spare_whose_job_ends_before_it_has_met_anybody_says_nothing(directory: Path, tmp_path: Path) -> None:
+    """As one does that was started in the place of a dead worker shortly before the others were done."""
+    body = f"""
+if rank is None:
+    from torch import nn, optim
+    import everstep
+    everstep.init_process_group("gloo")
+    model = nn.Linear(2, 2)
+    (notes / "looks").touch()
+    everstep.guard(model, optim.SGD(model.parameters()), dir={str(directory)!r}, on_loss=["spare"])
+wait_for("looks")
+time.sleep(2.5)  # it looks for a second at a time
+"""
+    job = Job(tmp_path, "--nproc", 1, "--spares", 1, Program(tmp_path, body).path)
+    assert (job.wait(), job.said) == (0, "")
 
 
 @pytest.mark.soak

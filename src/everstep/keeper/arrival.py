@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -195,8 +196,10 @@ def _meeting_place() -> Any:
     if not host or not port.isdigit():
         return None
     try:
+        # torch's client fills stderr with its frames where nobody listens, or a signal comes meanwhile: look first
+        socket.create_connection((host, int(port)), _ASK.total_seconds()).close()
         return dist.PrefixStore("everstep", dist.TCPStore(host, int(port), is_master=False, timeout=_ASK))
-    except dist.DistError:
+    except (dist.DistError, OSError):
         return None
 
 
