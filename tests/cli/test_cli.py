@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +330,24 @@ def test_damage_is_exit_code_4_and_passed_over(cli: Cli, copy: Path, tmp_path: P
     said = cli("export", copy, tmp_path / "six.safetensors", "--step", 6)
     assert said.code == 4
     assert not (tmp_path / "six.safetensors").exists()
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch", "dcp"])
+def test_an_export_that_the_disk_refuses_is_named_and_leaves_nothing(
+    finished: Path, tmp_path: Path, format: str
+) -> None:
+    (tmp_path / "file").touch()
+    full, nowhere, under_a_file = tmp_path / "out", Path("/proc/out"), tmp_path / "file" / "out"
+    for path, most in ((full, (1000, 1000)), (nowhere, None), (under_a_file, None)):
+        ended = subprocess.run(
+            [sys.executable, "-m", "everstep.cli", "export", finished, path, "--format", format],
+            capture_output=True, text=True, timeout=60,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, most) if most else None,
+        )  # fmt: skip
+        assert ended.returncode == 7, ended.stderr
+        assert "it cannot be written" in ended.stderr and f"'{path}'" in ended.stderr
+        assert ended.stderr.count("\n") == 1, ended.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def test_a_damaged_list_of_places_is_no_lost_state_and_is_written_anew_by_the_next_start(cli: Cli, copy: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everstep.capture.layout import optimizer_name
-from everstep.errors import BadConfig
+from everstep.errors import BadConfig, TierFailed
 from everstep.recover.assemble import Checkpoint
 
 PARAM_NAMES = "param_names"  # of each group of an optimizer, as its state has them by number
@@ -27,10 +30,20 @@ def write(checkpoint: Checkpoint, path: Path, *, format: str, only: str) -> None
         raise BadConfig(f"format must be 'safetensors', 'torch' or 'dcp', not {format!r}")
     if path.exists():
         raise BadConfig(f"{path} exists already; choose another name or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _beside(path) as temporary:
+            writers[format](checkpoint, temporary, only)
+    except OSError as error:
+        refused = f"it cannot be written: {error.strerror}; make room, or name another place"
+        raise TierFailed(error.errno, refused, str(path)) from None
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
-        writers[format](checkpoint, temporary, only)
+        yield temporary
         os.rename(temporary, path)
     finally:
         if temporary.is_dir():
@@ -101,24 +114,43 @@ def _as_saved(checkpoint: Checkpoint) -> dict[str, Any]:
     return unflatten_state_dict(state, {name: tuple(paths.get(name, (name,))) for name in state})
 
 
+# The system says first, in its words, that nothing can be made at a place. What a tool says later becomes an OSError.
+
+
 def _safetensors(checkpoint: Checkpoint, path: Path, only: str) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if only == "model":
         tensors = module_state(checkpoint, "model.")
     else:
         tensors = {name: checkpoint.tensor(name) for name in checkpoint.pieces}
-    save_file(tensors, path, metadata={"everstep.step": str(checkpoint.step), "format": "pt"})
+    path.touch()
+    try:
+        save_file(tensors, path, metadata={"everstep.step": str(checkpoint.step), "format": "pt"})
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def _torch(checkpoint: Checkpoint, path: Path, only: str) -> None:
-    torch.save(module_state(checkpoint, "model.") if only == "model" else _everything(checkpoint), path)
+    state = module_state(checkpoint, "model.") if only == "model" else _everything(checkpoint)
+    path.touch()
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def _dcp(checkpoint: Checkpoint, path: Path, only: str) -> None:
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     state = {"model": module_state(checkpoint, "model.")} if only == "model" else _everything(checkpoint)
+    path.mkdir()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what is meant
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        try:
+            dcp.save(state, checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:
+            (cause, _), *_ = error.failures.values()
+            raise (cause if isinstance(cause, OSError) else OSError(errno.EIO, str(cause))) from error
