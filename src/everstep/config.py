@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -36,10 +37,10 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
-            raise BadConfig(f"Keep(last=) must be at least 1, not {self.last}: the last checkpoint is never deleted")
-        if self.every is not None and self.every < 1:
-            raise BadConfig(f"Keep(every=) must be at least 1, not {self.every}")
+        if not _is_count(self.last):
+            raise BadConfig(f"Keep(last=) takes a number from 1, not {self.last!r}: the last one is never deleted")
+        if self.every is not None and not _is_count(self.every):
+            raise BadConfig(f"Keep(every=) takes a number of steps from 1, or None, not {self.every!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +65,10 @@ class Settings:
     mtbf_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.epochs is not None and self.epochs < 1:
-            raise BadConfig(f"epochs must be None or at least 1, not {self.epochs}")
-        if self.steps is not None and self.steps < 1:
-            raise BadConfig(f"steps must be None or at least 1, not {self.steps}")
-        if isinstance(self.overhead_budget, bool) or not 0 < self.overhead_budget < 1:
+        for name, count in (("epochs", self.epochs), ("steps", self.steps)):
+            if count is not None and not _is_count(count):
+                raise BadConfig(f"{name} must be None or a whole number from 1, not {count!r}")
+        if not _is_share(self.overhead_budget):
             raise BadConfig(f"overhead_budget must be a share between 0 and 1, not {self.overhead_budget!r}")
         if self.strategy not in get_args(Strategy):
             raise BadConfig(f"strategy must be one of {', '.join(get_args(Strategy))}, not {self.strategy!r}")
@@ -102,8 +102,12 @@ def settings(
     mtbf: str | None = None,
     **rest: object,
 ) -> Settings:
+    if not isinstance(directory, str | Path):
+        raise BadConfig(f"dir must be a path such as 'runs/gpt2', not {directory!r}")
     if isinstance(keep, bool) or not isinstance(keep, int | Keep):
         raise BadConfig(f"keep must be a number or Keep(...), not {keep!r}")
+    if not isinstance(on_loss, Iterable):
+        raise BadConfig(f"on_loss takes {', '.join(get_args(Policy))}, one or a list, not {on_loss!r}")
     return Settings(
         directory=Path(directory).absolute(),
         capture=Every.parse(lose_at_most, name="lose_at_most"),
@@ -116,9 +120,29 @@ def settings(
     )
 
 
-def check_kinds(**given: tuple[object, type]) -> None:
-    """Arguments of guard() that may be left out, each with its type: nothing here loads torch."""
+def check_kinds(*, scheduler: object, loader: object, **given: tuple[object, type]) -> None:
+    """Arguments of guard() that may be left out; others than the first two with their types: nothing here loads torch.
+
+    The loader is not asked for an iterator: some can give one only once.
+    """
+    for name, value in (("loader", loader), *(("scheduler", one) for one in _each(scheduler))):
+        if isinstance(value, type):
+            raise BadConfig(f"{name} takes an object, not the class {value.__name__}; make one: {value.__name__}(...)")
+    if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise BadConfig(f"loader must be something to iterate, or None for loops that call run.done(), not {loader!r}")
     for name, (value, kind) in given.items():
         if value is not None and not isinstance(value, kind):
             wanted, way = _TAKES[name]
             raise BadConfig(f"{name} takes {wanted}, not {value!r}; {way}")
+
+
+def _each(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _is_count(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
+
+
+def _is_share(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and 0 < float(value) < 1

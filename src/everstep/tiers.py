@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -209,6 +209,8 @@ def choose(tiers: Sequence[Tier] | str | Path | None, environment: Mapping[str, 
         return gather(read(Path(FILE)), FILE) if Path(FILE).is_file() else Tiers()
     if isinstance(tiers, str | Path):
         return gather(read(Path(tiers)), str(tiers))
+    if not isinstance(tiers, Iterable):
+        raise BadConfig(f"tiers takes a list such as [Disk(every=100)], or the name of a file, not {tiers!r}")
     return gather(tiers)
 
 
