@@ -120,7 +120,7 @@ def settings(
     )
 
 
-def check_kinds(*, scheduler: object, loader: object, **given: tuple[object, type]) -> None:
+def check_kinds(loader: object, scheduler: object, **given: tuple[object, type]) -> None:
     """Arguments of guard() that may be left out; others than the first two with their types: nothing here loads torch.
 
     The loader is not asked for an iterator: some can give one only once.

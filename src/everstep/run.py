@@ -94,9 +94,7 @@ def guard(
         mode=mode, strict=strict, epochs=epochs, steps=steps, keeper=keeper, linger_s=seconds(linger, name="linger"),
         on_loss=on_loss, batch=batch, detect_s=seconds(detect_timeout, name="detect_timeout"), mtbf=mtbf,
     )  # fmt: skip
-    check_kinds(
-        scheduler=scheduler, loader=loader, scaler=(scaler, torch.amp.GradScaler), compress=(compress, Compressor)
-    )
+    check_kinds(loader, scheduler, scaler=(scaler, torch.amp.GradScaler), compress=(compress, Compressor))
     state = State(
         models=as_list(model, nn.Module, "model"), optimizers=as_list(optimizer, torch.optim.Optimizer, "optimizer"),
         schedulers=stateful_list(scheduler, "scheduler"), scaler=scaler, extra=extra, compressor=compress,
