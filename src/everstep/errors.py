@@ -14,9 +14,11 @@
     ├── TierFailed                     exit 7   also OSError: a medium refused
     │   └── NotEnoughSpace             exit 7
     ├── KeeperLost                     exit 8   also ConnectionError: the keeper cannot be reached or started
+    │   └── KeeperSilent               exit 8   it lives, and does not answer
     ├── PeerLost                       exit 8   also ConnectionError: another node's keeper does not answer
     ├── PeerFailed                     exit 8   also RuntimeError: it answers that it could not
     ├── Misuse                         exit 2   also RuntimeError: a call that cannot come now
+    │   └── RunOver                    exit 2   the run has come to its end
     ├── MissingPackage                 exit 2   also ImportError: an optional package that is not installed
     └── BadConfig                      exit 2   also ValueError: an argument that cannot be right
 
@@ -192,6 +194,15 @@ class NotEnoughSpace(TierFailed):
 
 class KeeperLost(EverstepError, ConnectionError):
     exit_code = 8
+
+
+class KeeperSilent(KeeperLost):
+    def __init__(self, pid: int, patience_s: float) -> None:
+        self.pid = pid
+        super().__init__(
+            f"the keeper, process {pid}, has not answered in {patience_s:g} s: it may be stopped (kill -CONT {pid}), "
+            "or wait for a disk that does not answer"
+        )
 
 
 class PeerLost(EverstepError, ConnectionError):

@@ -19,6 +19,7 @@ MADE_OF = {
     errors.NotEnoughMemory: ("memory", 10, 5, "Free some."),
     errors.TierFailed: (28, "no space", "/runs/a"),
     errors.NotEnoughSpace: ("disk", 10, 5, 2),
+    errors.KeeperSilent: (12, 20.0),
     errors.PeerLost: ("n1", "host:1", "asked", "why"),
     errors.PeerFailed: ("n1", "host:1", "asked", "why"),
 }

@@ -15,8 +15,9 @@ import torch
 from msgspec.structs import replace
 
 from everstep import topology
+from everstep.capture.host import arena_root
 from everstep.config import Settings
-from everstep.errors import BadConfig, KeeperLost
+from everstep.errors import BadConfig, KeeperLost, Misuse
 from everstep.events import Degraded, EventLog, Sink
 from everstep.keeper import scavenge
 from everstep.keeper.client import KeeperClient, asked_of
@@ -82,6 +83,7 @@ def arrive(
     _check_alike(settings, place)
     if settings.tiers.protection is not None and not place.has_many_nodes:
         emit(Degraded(what="no step is protected", reason="other nodes are to do that, and this job has only one"))
+    _check_original(settings, place, claim.run)
     generation = topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
     is_alone = settings.keeper == "inline" or not place.has_many_nodes
     secret = b"" if is_alone else topology.exchange(os.urandom(32), place)[0]
@@ -107,6 +109,19 @@ def arrive(
     for folder in {runtime_folder(claim.run), runtime_folder(claim.run, settings.tiers.memory.path)}:
         scavenge.sign(folder, settings.directory, emit)
     return generation
+
+
+def _check_original(settings: Settings, place: Topology, run: str) -> None:
+    """Memory and keeper of a run are found by its name, and a copy of its directory has the same."""
+    directory, folders = settings.directory, {arena_root(path) / run for path in (None, settings.tiers.memory.path)}
+    found = next(filter(None, (scavenge.original(folder, directory) for folder in folders)), None)
+    other = found or scavenge.written_to(run, directory)
+    told = [os.fsdecode(answer) for answer in topology.exchange(os.fsencode(other or ""), place) if answer]
+    if told:
+        raise Misuse(
+            f"{directory} was moved or copied from {told[0]}, or that from here, and a machine has memory and a keeper "
+            f"for one of them at a time: end the other, and wait until `everstep status {told[0]}` says keeper: none"
+        )
 
 
 def _members(place: Topology, addresses: list[str]) -> tuple[Member, ...]:

@@ -7,7 +7,6 @@ notices nothing but an event.
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import msgspec
 
 from everstep.capture.arena import MEMFD, Arena, ArenaKind
 from everstep.config import KeeperKind
-from everstep.errors import EverstepError, KeeperLost
+from everstep.errors import EverstepError, KeeperLost, KeeperSilent
 from everstep.events import Degraded, Sink, say_again
 from everstep.keeper.process import keeper_log, last_words, start
 from everstep.keeper.protocol import (
@@ -57,6 +56,7 @@ from everstep.types import Level
 
 _ATTEMPTS = 5
 _ASK_AGAIN_S = 1.0
+_LONG_S = 60.0  # to wait without a word
 _INTRODUCED_S = 10.0  # until a new keeper knows of a trainer that leaves
 
 
@@ -141,6 +141,8 @@ class KeeperClient:
                 self._channel = self._connect()
                 if self._channel is not None and self._is_welcome(self._channel):
                     return
+            except KeeperSilent:
+                raise
             except KeeperLost as error:
                 failure = f": {error}"
             time.sleep(0.1 * attempt)  # it was just ending: a new one will do
@@ -151,7 +153,7 @@ class KeeperClient:
     def _is_welcome(self, channel: Channel) -> bool:
         assert self._hello is not None
         channel.send(self._hello)
-        heard = channel.receive()
+        heard = channel.hear()
         if heard is None or not isinstance(heard[0], Welcome):
             return False
         self.leased, self.address = heard[0].leased, heard[0].address
@@ -223,7 +225,8 @@ class KeeperClient:
 
     def wait_for(self, level: Level, step: int, timeout_s: float | None, *, as_base: bool = False) -> bool:
         """Whether the step was there in time. Raises what the keeper complains of, if that is why it was not."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = None if timeout_s is None else began + timeout_s
         self.trouble = ""
 
         def reached() -> bool:
@@ -244,6 +247,8 @@ class KeeperClient:
             )  # again and again: a keeper that has just been born has not heard it
             with self._state:
                 self._state.wait_for(lambda: reached() or bool(self.trouble), left)
+            if self._speaks and time.monotonic() > began + _LONG_S and not reached():
+                say_again("waiting for the keeper", f"step {step} is not {level.name.lower()} after {_LONG_S:g} s")
         if not reached():
             raise EverstepError(f"step {step} is not {level.name.lower()}: {self.trouble}")
         return True
@@ -344,12 +349,14 @@ def inherited(run: str) -> list[Arena]:
     try:
         channel.send(Inherit())
         more = True
-        while more and (heard := channel.receive()) is not None:
+        while more and (heard := channel.hear()) is not None:
             message, descriptors = heard
             more = isinstance(message, Inherited) and message.more
             for count in message.counts if isinstance(message, Inherited) else ():
                 mine, descriptors = descriptors[:count], descriptors[count:]
                 arenas.append(Arena(mine, MEMFD))
+    except KeeperSilent:
+        raise
     except KeeperLost:
         return arenas  # it has just died, and memory that has no name goes with the last who holds it
     finally:
@@ -376,7 +383,9 @@ def asked_of(run: str, question: Message) -> AnyMessage | None:
         return None
     try:
         channel.send(question)
-        heard = channel.receive()
+        heard = channel.hear()
+    except KeeperSilent:
+        raise
     except KeeperLost:
         return None
     finally:
@@ -389,6 +398,7 @@ def keeper_pid(run: str) -> int | None:
     channel = connect(run)
     if channel is None:
         return None
-    credentials = channel.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    channel.close()
-    return int.from_bytes(credentials[:4], sys.byteorder)
+    try:
+        return channel.peer
+    finally:
+        channel.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,13 @@ import msgspec
 
 from everstep.capture.host import arena_root, open_root
 from everstep.config import Policy
-from everstep.errors import KeeperLost
+from everstep.errors import KeeperLost, KeeperSilent
 from everstep.types import Level
 
 OWNER_NOTE = "directory"  # beside the arenas of a run: where its disk is
 _MAX_MESSAGE = 64 << 10
 _MAX_DESCRIPTORS = 253
+_PATIENCE_S = 20.0  # with whoever answers at once, on a machine that is busy
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -352,6 +354,8 @@ class Channel:
         """The next message and its descriptors; None at the end of the conversation."""
         try:
             data, descriptors = self._take()
+        except TimeoutError:
+            raise KeeperSilent(self.peer, _PATIENCE_S) from None
         except OSError:
             return None
         if not data:
@@ -362,6 +366,19 @@ class Channel:
             for descriptor in descriptors:
                 os.close(descriptor)
             return None  # another Everstep, or nobody we know: there is nothing to say to each other
+
+    def hear(self) -> tuple[AnyMessage, list[int]] | None:
+        """The same of whoever answers a question at once, and of nobody else: KeeperSilent if it does not."""
+        self.connection.settimeout(_PATIENCE_S)
+        try:
+            return self.receive()
+        finally:
+            self.connection.settimeout(None)
+
+    @property
+    def peer(self) -> int:
+        """The process at the other end."""
+        return int.from_bytes(self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
 
     def _take(self) -> tuple[bytes, list[int]]:
         """The kernel tells first of an end that left without hearing all; what that one said comes behind it."""

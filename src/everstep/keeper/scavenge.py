@@ -137,6 +137,28 @@ def sign(folder: Path, directory: Path, emit: Sink) -> None:
         emit(Degraded(what="gc cannot know whose memory this is", reason=str(error)))
 
 
+def original(folder: Path, directory: Path) -> Path | None:
+    """The directory whose memory this is, if that is another one of the same run: one is a copy of the other."""
+    try:
+        owner = _owner(folder)
+        return None if owner is None or os.path.samefile(owner, directory) else owner
+    except (Damaged, OSError):
+        return None  # nobody has signed, or one of them is gone
+
+
+def written_to(run: str, directory: Path) -> Path | None:
+    """Where a keeper that lives still writes to, if that is somewhere else: what it had was moved."""
+    channel, note = connect(run), find_runtime_folder(run) / OWNER_NOTE
+    if channel is None:
+        return None
+    channel.close()
+    try:
+        place = Path(os.fsdecode(note.read_bytes()))
+        return None if os.path.samefile(place, directory) else place
+    except FileNotFoundError:
+        return place if note.exists() else None
+
+
 def _owner(folder: Path) -> Path | None:
     """The run's directory; None if it is gone or another run's by now. Damaged if that cannot be told."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -15,6 +16,7 @@ from everstep.capture.host import arena_root
 from everstep.errors import Damaged, EverstepError
 from everstep.image import CHUNK_BYTES
 from everstep.keeper.client import inherited
+from everstep.keeper.scavenge import original
 from everstep.recover.shelf import RecordImage, Shelf
 from everstep.store import rewinds
 from everstep.store.blocks import room_for
@@ -46,10 +48,12 @@ class Sources:
             self.shelves[source] = Shelf(tier, run, source=source, node=self.node, everywhere=True)
         self.fetched_bytes = 0  # of the part that was fetched last
         self._wrecks: list[Wreck] = []
-        found = list(find_arenas(arena_root(memory_path), run, self._wrecks))
-        if memory_path is not None:
-            found += find_arenas(arena_root(None), run, self._wrecks)
-        found += inherited(run)
+        roots = [arena_root(path) for path in dict.fromkeys((memory_path, None))]
+        self._original = next(filter(None, (original(root / run, Path(self.directory)) for root in roots)), None)
+        found: list[Arena] = []
+        for root in roots if self._original is None else ():
+            found += find_arenas(root, run, self._wrecks)
+        found += inherited(run) if self._original is None else ()
         self.arenas = [arena for arena in found if arena.kind in ("base", "replica")]
         for arena in self.arenas:
             if arena.kind == "replica":
@@ -60,6 +64,9 @@ class Sources:
         holdings = [holding for arena in self.arenas for holding in self._in_memory(arena)]
         rejections = [Rejection(step=0, source="memory", reason=one.reason) for one in self._wrecks if one.was_whole]
         rejections += [rejection for arena in (*self.arenas, *self.rings) for rejection in _torn(arena)]
+        if self._original is not None:
+            reason = f"it is that of {self._original}: this is a copy, or that one is"
+            rejections.append(Rejection(step=0, source="memory", reason=reason, certain=False))
         records = [one for ring in self.rings if ring.kind == "log" for one in self._in_ring(ring)]
         values = [one for ring in self.rings if ring.kind == "values" for one in self._in_memory(ring)]
         parities: list[ParityHolding] = []
