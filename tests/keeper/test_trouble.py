@@ -67,6 +67,6 @@ def test_a_full_disk_is_told_by_the_program_and_by_status_until_there_is_room(
         assert "trouble: " in shown and "durable on disk: 1" in shown
         filler.unlink()
         run.wait("durable")
-        assert trouble() == ""
+        _until(lambda: trouble() == "")
         status.command(str(directory))
         assert "trouble" not in capfd.readouterr().out
