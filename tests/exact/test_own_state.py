@@ -163,8 +163,8 @@ def test_values_come_back_in_the_objects_that_the_program_has(tmp_path: Path) ->
         counts: defaultdict[str, int] = defaultdict(int)
         wide = torch.zeros(1).expand(4)
         extra = {
-            "history": {"losses": losses, "seen": seen}, "list": [recent, [array], {"tensor": tensor}],
-            "counts": counts, "wide": wide,
+            "history": {"losses": losses, "seen": seen}, "deep": {"er": {"recent": recent, "array": array}},
+            "tensor": {"tensor": tensor}, "counts": counts, "wide": wide,
         }  # fmt: skip
         with everstep.guard(model, optimizer, dir=tmp_path, keeper="inline", extra=extra) as run:
             if fill:
@@ -195,3 +195,23 @@ def test_a_loader_without_a_batch_is_refused_and_not_asked_for_ever(tmp_path: Pa
         pytest.raises(BadConfig, match="no batch in two passes"),
     ):
         list(run)
+
+
+def test_what_two_places_had_in_common_does_not_take_the_value_of_both(tmp_path: Path) -> None:
+    """Nor does what a list began with take the value of what has taken its place there."""
+
+    def life(fill: bool) -> dict[str, Any]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        common, first = [0], torch.zeros(1)
+        extra: dict[str, Any] = {"a": {"x": common, "y": common}, "weights": [first]}
+        with everstep.guard(model, optimizer, dir=tmp_path, keeper="inline", extra=extra) as run:
+            if fill:
+                extra["a"]["x"], extra["a"]["y"] = [1], [2]
+                extra["weights"][:] = [torch.ones(1)]
+                model(torch.ones(1)).backward()
+                optimizer.step()
+                run.done()
+            return {"a": extra["a"], "weights": extra["weights"], "first": first}
+
+    assert life(True) == life(False) == {"a": {"x": [1], "y": [2]}, "weights": [torch.ones(1)], "first": torch.zeros(1)}

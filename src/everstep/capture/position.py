@@ -396,9 +396,12 @@ def _items_of(loader: Any) -> int | None:
     from torch.utils.data import DataLoader, IterableDataset
 
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
-    if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if dataset is None or isinstance(dataset, IterableDataset):
         return None
-    return len(dataset)
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def generators_of(loader: Any) -> list[Any]:

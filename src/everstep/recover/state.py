@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from everstep.capture import extras as trees
 from everstep.capture.collector import uncollected
 from everstep.capture.compressor import Compressor
 from everstep.capture.form import on_device
-from everstep.capture.layout import COMPRESSOR, Listing, Subjects, optimizer_name, own_state, plain_name
+from everstep.capture.layout import COMPRESSOR, Listing, Subjects, optimizer_name, own_state, plain_name, type_name
 from everstep.capture.reductions import Reductions
 from everstep.capture.sharded import check_modules, check_optimizer, stepping
 from everstep.errors import BadConfig, Mismatch
@@ -173,12 +172,13 @@ class State:
         if is_record:
             apply_rest(latest, self.subjects)
         self._restore_compressor(latest, strict)
-        self._restore_own(tree, strict)
+        self._restore_own(latest, strict)
         for one, saved in zip(self.schedulers, tree["schedulers"], strict=False):
             one.load_state_dict(saved)
         scaler = latest.scaler_state()
         if self.scaler is not None and scaler is not None:
             self.scaler.load_state_dict(scaler)
+        filled: set[int] = set()
         for key, saved in tree["extra"].items():
             if key not in self.extra:
                 if strict:
@@ -188,16 +188,17 @@ class State:
                 self.extra[key].load_state_dict(saved["state"])
             else:
                 given = self.extra[key]
-                filled = _put_back(given, saved["value"])
-                if filled is not given:
-                    self.extra[key] = filled
+                value = _put_back(given, saved["value"], filled)
+                if value is not given:
+                    self.extra[key] = value
 
-    def _restore_own(self, tree: dict[str, Any], strict: bool) -> None:
+    def _restore_own(self, latest: Checkpoint, strict: bool) -> None:
         """What classes of optimizers and modules say themselves that it is to be kept."""
-        for optimizer, saved in zip(self.subjects.optimizers, tree["optimizers"], strict=False):
-            if saved.get("own"):
+        of_optimizers = zip(self.subjects.optimizers, latest.info.optimizers, latest.extras["optimizers"], strict=False)
+        for optimizer, before, saved in of_optimizers:
+            if saved.get("own") and before.type == type_name(optimizer):
                 optimizer.load_state_dict({**optimizer.state_dict(), **saved["own"]})
-        saved, now = tree.get("modules", {}), dict(self._with_extra_state)
+        saved, now = latest.extras.get("modules", {}), dict(self._with_extra_state)
         if strict and saved.keys() - now.keys():
             raise Mismatch(
                 f"these had an extra state, and have none now: {', '.join(sorted(saved.keys() - now.keys()))}"
@@ -217,29 +218,37 @@ class State:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """What an optimizer does to a group, but for what lies in tensors."""
+    plain = (bool, int, float, str)
     return {
         key: value
         for key, value in group.items()
-        if key != "params" and isinstance(value, bool | int | float | str | tuple)
+        if isinstance(value, plain) or (isinstance(value, tuple) and all(isinstance(one, plain) for one in value))
     }
 
 
 @torch.no_grad()
-def _put_back(old: Any, value: Any) -> Any:
-    """A plain value as it was saved, in the object that the program has if that can hold it: others may know it."""
+def _put_back(old: Any, value: Any, filled: set[int]) -> Any:
+    """A plain value as it was saved, in the object that the program has if that can hold it: others may know it.
+
+    What a dict has under a key is filled in the same way; what a list has is not, since nobody knows which is which.
+    `filled`: objects that have their value, which two places may have had in common.
+    """
+    if id(old) in filled:
+        return value
     if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-        has_places = old.shape == value.shape and torch._debug_has_internal_overlap(old) == 0
-        return old.copy_(value) if has_places else value
-    if isinstance(old, np.ndarray) and isinstance(value, np.ndarray):
+        if old.shape != value.shape or torch._debug_has_internal_overlap(old) != 0:
+            return value
+        old.copy_(value)
+    elif isinstance(old, np.ndarray) and isinstance(value, np.ndarray):
         if (old.shape, old.dtype) != (value.shape, value.dtype) or not old.flags.writeable:
             return value
         np.copyto(old, value)
     elif isinstance(old, dict) and isinstance(value, dict):
-        filled = {key: _put_back(old.get(key), one) for key, one in value.items()}
+        new = {key: _put_back(old.get(key), one, filled) for key, one in value.items()}
         old.clear()
-        old.update(filled)
+        old.update(new)
     elif isinstance(old, list) and isinstance(value, list):
-        old[:] = [_put_back(before, one) for before, one in zip_longest(old[: len(value)], value)]
+        old[:] = value
     elif isinstance(old, set) and isinstance(value, set):
         old.clear()
         old.update(value)
@@ -248,6 +257,7 @@ def _put_back(old: Any, value: Any) -> Any:
         old.extend(value)
     else:
         return value
+    filled.add(id(old))
     return old
 
 
