@@ -230,7 +230,7 @@ class Run:
             raise RunOver(self.step)
         self.set_random()
         self.is_iterated = True
-        while not self._is_over(feed):
+        while not self._closed and not self._is_over(feed):
             try:
                 batch = feed.next_batch()
             except StopIteration:
@@ -253,13 +253,13 @@ class Run:
 
     def done(self) -> bool:
         """Mark the cut by hand, for loops that do not iterate the run. True once `steps` steps are done."""
+        if self._closed:
+            raise RunOver(self.step)
         self._cut()
         return self.settings.steps is not None and self.step >= self.settings.steps
 
     def _cut(self) -> None:
-        if self._closed:
-            raise RunOver(self.step)
-        if not self._capture.take_step():
+        if self._closed or not self._capture.take_step():
             return
         self.step += 1
         self._state.reductions.settle()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import signal
 from collections import defaultdict, deque
@@ -162,8 +164,8 @@ def test_values_come_back_in_the_objects_that_the_program_has(tmp_path: Path) ->
         losses, seen, recent, array, tensor = [0.0], {0}, deque([0], 3), np.zeros(2), torch.zeros(2)
         counts: defaultdict[str, int] = defaultdict(int)
         wide = torch.zeros(1).expand(4)
-        extra = {
-            "history": {"losses": losses, "seen": seen}, "deep": {"er": {"recent": recent, "array": array}},
+        extra: dict[str, Any] = {
+            "history": {"losses": losses, "seen": seen}, "deep": {"er": {"recent": recent}}, "array": array,
             "tensor": {"tensor": tensor}, "counts": counts, "wide": wide,
         }  # fmt: skip
         with everstep.guard(model, optimizer, dir=tmp_path, keeper="inline", extra=extra) as run:
@@ -181,7 +183,7 @@ def test_values_come_back_in_the_objects_that_the_program_has(tmp_path: Path) ->
             counts["b"] += 1
             return {
                 "losses": losses, "seen": seen, "recent": list(recent), "array": array.tolist(),
-                "tensor": tensor.tolist(), "counts": dict(counts), "wide": extra["wide"].tolist(),
+                "tensor": extra["tensor"]["tensor"].tolist(), "counts": dict(counts), "wide": extra["wide"].tolist(),
             }  # fmt: skip
 
     assert life(True) | {"counts": {"a": 1, "b": 2}} == life(False)
@@ -215,3 +217,82 @@ def test_what_two_places_had_in_common_does_not_take_the_value_of_both(tmp_path:
             return {"a": extra["a"], "weights": extra["weights"], "first": first}
 
     assert life(True) == life(False) == {"a": {"x": [1], "y": [2]}, "weights": [torch.ones(1)], "first": torch.zeros(1)}
+
+
+def test_tensors_in_extra_that_are_the_models_are_not_written_over(tmp_path: Path) -> None:
+    """As the first value of what is best so far often is."""
+
+    def life(die_at: int | None) -> dict[str, Any]:
+        torch.manual_seed(1)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        extra: dict[str, Any] = {"best": {"weights": model.state_dict()}, "sums": {"loss": torch.tensor(0)}}
+        run = everstep.guard(
+            model, optimizer, dir=tmp_path / str(whole), keeper="inline", extra=extra, tiers=[everstep.Disk(every=2)]
+        )
+        while run.step < STEPS:
+            torch.manual_seed(run.step)
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            extra["sums"]["loss"] = extra["sums"]["loss"] + loss.detach()
+            if run.step in (0, 2):
+                extra["best"]["weights"] = copy.deepcopy(model.state_dict())
+            if die_at == run.step:
+                run.wait("sealed")
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.done()
+        run.close()
+        return {"digest": digest(model.state_dict(), extra)}
+
+    whole = True
+    expected = must_finish(lambda: life(None))
+    whole = False
+    assert live(lambda: life(4)).killed
+    assert must_finish(lambda: life(None)) == expected
+
+
+def test_an_extra_state_has_the_same_name_under_a_wrapper_and_what_cannot_be_stored_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Odd(Counting):
+        def get_extra_state(self) -> Any:
+            return io.BytesIO()
+
+    class Root(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2), Odd())
+
+        def forward(self, given: Tensor) -> Tensor:
+            return super().forward(self.inner(given))
+
+    def life(*, compiled: bool) -> int:
+        model = Root()
+        given = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with everstep.guard(given, optimizer, dir=tmp_path, keeper="inline") as run:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            run.done()
+        return model.count
+
+    assert life(compiled=False) == 1
+    assert "get_extra_state() of model.inner.1" in capfd.readouterr().err
+    assert life(compiled=True) == 2
+
+
+def test_a_loop_that_finishes_or_closes_its_run_ends(tmp_path: Path) -> None:
+    for number, end in enumerate((everstep.Run.finish, everstep.Run.close)):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = everstep.guard(model, optimizer, [torch.ones(1)] * 9, dir=tmp_path / str(number), keeper="inline")
+        steps = 0
+        for batch in run:
+            model(batch).backward()
+            optimizer.step()
+            steps += 1
+            if steps == 3:
+                end(run)
+        assert steps == run.step == 3

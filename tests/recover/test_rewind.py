@@ -117,3 +117,25 @@ def test_a_wish_that_cannot_be_read_is_not_passed_over() -> None:
         assert Damaged.__name__ in outcome.error and rewinds.RECORD in outcome.error
         rewind.command(str(directory), undo=True)
         assert must_finish(lambda: train_tiny(directory, **OFTEN))["resumed_from"] == STEPS
+
+
+@pytest.mark.parametrize("train", [train_tiny, train_log])
+def test_what_a_deeper_tier_has_of_newer_steps_does_not_come_back_either(
+    train: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Though the life that goes back dies before it has brought anything there."""
+    options = {"tiers": [everstep.Disk(every=1), everstep.Shared(str(tmp_path / "far"), every=2)], "keep": 99}
+
+    def sunk(run: everstep.Run) -> None:
+        durable(run)
+        if run.step in (2, 4):
+            run.wait("shared")
+
+    with run_directory() as directory:
+        must_finish(lambda: train(directory, sunk, **options))
+        everstep.open(directory).rewind(2)
+        assert live(lambda: train(directory, killed_at(2, lambda run: None), **options)).killed
+        assert not (directory / rewinds.RECORD).exists()
+        assert everstep.open(directory).plan().step == 2
+        result = must_finish(lambda: train(directory, **options))
+        assert result["resumed_from"] == 2 and result["digest"] == undisturbed()

@@ -165,3 +165,20 @@ def test_a_partner_that_one_node_cannot_have_is_told(tmp_path: Path, capfd: pyte
     pytest.importorskip("zmq")
     _Program(tmp_path, tiers=[everstep.Partner()]).run.close()
     assert "no step is protected: other nodes are to do that, and this job has only one" in capfd.readouterr().err
+
+
+def test_a_data_set_that_cannot_say_its_length_is_as_good(tmp_path: Path) -> None:
+    class Endless(_Numbers):
+        def __len__(self) -> int:
+            raise TypeError("it has none")
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Endless(), 4, sampler=range(12))
+    with everstep.guard(model, optimizer, loader, dir=tmp_path, keeper="inline") as run:
+        assert len(list(run)) == 3
+
+
+def test_after_the_last_batch_of_a_pass_another_size_loses_nothing(tmp_path: Path) -> None:
+    _Program(tmp_path, items=10, epochs=2).train(3)
+    assert len(_Program(tmp_path, items=10, batch=5, epochs=2).train(100)) == 10

@@ -127,7 +127,7 @@ class Feed:
 
     def __init__(self, loader: Any, rank: int, world: int, *, keeps_seats: bool = False) -> None:
         """`keeps_seats`: with fewer ranks than before, the seats of all of them are divided among the ranks."""
-        from torch.utils.data import DataLoader, DistributedSampler
+        from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
         self.loader, self.kind = loader, _kind(loader)
         self.rank, self.world = rank, world
@@ -145,6 +145,8 @@ class Feed:
         self._batch_samples = 1
         if sampler is not None and loader.batch_sampler is not None:
             self._batch_samples = getattr(loader.batch_sampler, "batch_size", 1)
+        is_plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
+        self._batch = self._batch_samples if is_plain else None  # as it is known, of each batch but the last
         self._of = _items_of(loader)
 
     @classmethod
@@ -159,7 +161,7 @@ class Feed:
             "world": self._seats,
             "epoch": self.epoch,
             "batches": self._batches,
-            "batch": self._batch_samples,
+            "batch": self._batch,
             "of": self._of,
             "samples": self._samples if self._distributed is not None else None,
             "began": self._began,
@@ -236,18 +238,21 @@ class Feed:
 
     def _differing(self, position: dict[str, Any]) -> list[str]:
         """Batches of another size are counted anew, where whole ones of them were taken."""
-        found, batch, of = [], position.get("batch", self._batch_samples), position.get("of", self._of)
+        found, before, now, of = [], position.get("batch"), self._batch, position.get("of", self._of)
         if of != self._of:
             found.append(f"the data set had {of} items and has {self._of}")
-        if batch == self._batch_samples or (self._distributed is not None and position["samples"] is not None):
-            return found  # samples are counted there
-        taken = self._batches * batch
-        if self.kind == "sampled" and taken % self._batch_samples == 0:
-            self._batches = taken // self._batch_samples
+        knows_itself = self.kind == "stateful" or (self._distributed is not None and position["samples"] is not None)
+        if knows_itself or before is None or now is None or before == now:
+            return found
+        taken = self._batches * before
+        if of is not None and taken >= of:
+            return found  # the last batch was the last of the pass
+        if self.kind == "sampled" and taken % now == 0:
+            self._batches = taken // now
         else:
             found.append(
-                f"a batch had {batch} samples and has {self._batch_samples}: {taken} were taken, and where that is "
-                "cannot be said in batches of the new size"
+                f"a batch had {before} samples and has {now}: {taken} were taken, and where that is cannot be said in "
+                "batches of the new size"
             )
         return found
 

@@ -19,7 +19,7 @@ from everstep.capture.host import arena_root
 from everstep.config import Settings
 from everstep.errors import BadConfig, KeeperLost, Misuse
 from everstep.events import Degraded, EventLog, Sink
-from everstep.keeper import scavenge
+from everstep.keeper import flush, scavenge
 from everstep.keeper.client import KeeperClient, asked_of
 from everstep.keeper.note import read_charter
 from everstep.keeper.protocol import (
@@ -35,6 +35,7 @@ from everstep.keeper.protocol import (
     runtime_folder,
 )
 from everstep.launch import end_time, metrics_address
+from everstep.store import rewinds
 from everstep.store.claim import Claim, make, sign
 from everstep.store.disk import DiskTier
 from everstep.store.manifest import run_name
@@ -85,6 +86,7 @@ def arrive(
         emit(Degraded(what="no step is protected", reason="other nodes are to do that, and this job has only one"))
     _check_original(settings, place, claim.run)
     generation = topology.exchange(uuid.uuid4().hex.encode(), place)[0].decode()
+    _go_back(settings, place, claim.run, generation, resumed_from)
     is_alone = settings.keeper == "inline" or not place.has_many_nodes
     secret = b"" if is_alone else topology.exchange(os.urandom(32), place)[0]
     keep, every, lose = settings.keep, settings.tiers.disk.cadence, settings.capture
@@ -111,6 +113,19 @@ def arrive(
     return generation
 
 
+def _go_back(settings: Settings, place: Topology, run: str, generation: str, resumed_from: int | None) -> None:
+    """If somebody has asked for that: deeper tiers let go of what is newer before the wish is forgotten.
+
+    Disks and memory do in every new life at once, and those else when something new is brought there.
+    """
+    places = Places.chosen(settings.directory, settings.tiers)
+    is_asked = b"1" in topology.exchange(b"" if rewinds.read(places.disk_tier()) is None else b"1", place)
+    for tier in places.deeper_tiers().values() if is_asked and place.rank == 0 else ():
+        flush.disown_all(tier, resumed_from, run, generation)
+    if is_asked:
+        topology.exchange(b"", place)  # nobody forgets it before
+
+
 def _check_original(settings: Settings, place: Topology, run: str) -> None:
     """Memory and keeper of a run are found by its name, and a copy of its directory has the same."""
     directory, folders = settings.directory, {arena_root(path) / run for path in (None, settings.tiers.memory.path)}
@@ -120,7 +135,8 @@ def _check_original(settings: Settings, place: Topology, run: str) -> None:
     if told:
         raise Misuse(
             f"{directory} was moved or copied from {told[0]}, or that from here, and a machine has memory and a keeper "
-            f"for one of them at a time: end the other, and wait until `everstep status {told[0]}` says keeper: none"
+            f"for one of them at a time. End the other, and wait until `everstep status {told[0]}` says keeper: none; "
+            "what a dead one has in memory `everstep gc` saves and frees"
         )
 
 

@@ -14,7 +14,6 @@ from everstep.keeper.protocol import Flush, Hello
 from everstep.keeper.sinking import Sinking
 from everstep.keeper.transit import CalledOff, Transit
 from everstep.store.claim import sign
-from everstep.store.log import cut_after, strangers
 from everstep.store.tier import Tier
 from everstep.tiers import Deeper, Shared, rate_of
 from everstep.types import Source
@@ -83,11 +82,8 @@ class DeeperWork:
     def _begin(self) -> None:
         """What other lives left beyond the step that this one goes on from is gone before anything of it is there."""
         hello = self._hello
-        for step in flush.disown(self._tier, hello.resumed_from, hello.run, hello.generation):
+        for step in flush.disown_all(self._tier, hello.resumed_from, hello.run, hello.generation):
             self._emit(Retired(step=step, reason="it was passed over when the run went on from an earlier one"))
-        flush.disown_values(self._tier, hello.resumed_from, hello.generation)
-        ranks = strangers(self._tier, hello.resumed_from, hello.run, hello.generation)
-        cut_after(self._tier, hello.resumed_from, ranks, hello.run, hello.generation)
 
     def _bring(self, base: HeldBase, transit: Transit) -> int:
         size = 0

@@ -17,6 +17,7 @@ from everstep.capture.arena import Arena
 from everstep.config import Keep
 from everstep.errors import Damaged
 from everstep.image import CHUNK_BYTES, FORMAT
+from everstep.store.log import cut_after, strangers
 from everstep.store.manifest import (
     Folder,
     commit_name,
@@ -255,6 +256,14 @@ def disown(tier: Tier, after: int | None, run: str, generation: str) -> list[int
     gone = [step for step in newer if not _is_of(tier, step, run, generation)]
     for step in gone:
         tier.delete(commit_name(step))
+    return gone
+
+
+def disown_all(tier: Tier, after: int | None, run: str, generation: str) -> list[int]:
+    """The same of all that a deeper tier has: commits, values and records. The commits that are gone."""
+    gone = disown(tier, after, run, generation)
+    disown_values(tier, after, generation)
+    cut_after(tier, after, strangers(tier, after, run, generation), run, generation)
     return gone
 
 

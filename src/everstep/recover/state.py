@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from everstep.capture.form import on_device
 from everstep.capture.layout import COMPRESSOR, Listing, Subjects, optimizer_name, own_state, plain_name, type_name
 from everstep.capture.reductions import Reductions
 from everstep.capture.sharded import check_modules, check_optimizer, stepping
-from everstep.errors import BadConfig, Mismatch
+from everstep.errors import BadConfig, Mismatch, Unstorable
 from everstep.events import Degraded, Sink
 from everstep.recover.assemble import Checkpoint
 from everstep.recover.restore import apply_rest, restore
@@ -53,12 +53,14 @@ class State:
             models=models, optimizers=optimizers, scaler=scaler, compressor=compressor, modules=modules
         )
         self.reductions = Reductions(self.subjects)
-        self._with_extra_state = [
-            (f"{prefix}.{plain_name(path)}", module)
-            for prefix, model in self.subjects.named_modules()
-            for path, module in model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        ]
+        self._with_extra_state: list[tuple[str, nn.Module]] = []
+        self._unkept: list[str] = []  # of those that have one, whose cannot be stored
+        for name, module in _with_extra_state(self.subjects):
+            try:
+                trees.encode(module.get_extra_state(), f"get_extra_state() of {name}")
+                self._with_extra_state.append((name, module))
+            except Unstorable as error:
+                self._unkept.append(str(error))
         self._given = [[_settings(group) for group in one.param_groups] for one in optimizers]
         self._odd: dict[int, tuple[int | None, dict[str, torch.Tensor], list[Any]]] = {}
         if compressor is not None:
@@ -113,7 +115,9 @@ class State:
         return found
 
     def tell_loose_ends(self, emit: Sink) -> None:
-        """Somebody sets learning rates of whom guard() was not told, so that a resumed run has others."""
+        """What a resumed run does not have: state that cannot be stored, a scheduler of which guard() was not told."""
+        for reason in self._unkept:
+            emit(Degraded(what="the extra state of a module is not kept", reason=reason))
         told = bool(self.schedulers) or any(map(is_stateful, self.extra.values()))
         groups = (group for one in self.subjects.optimizers for group in one.param_groups)
         if not told and any("initial_lr" in group for group in groups):
@@ -216,6 +220,14 @@ class State:
             compressor.load({**saved, **{name: latest.tensor(full) for name, full in large.items()}})
 
 
+def _with_extra_state(subjects: Subjects) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that have more to keep than tensors, by the names that they have without wrappers."""
+    for prefix, model in subjects.named_modules():
+        for path, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield f"{prefix}.{plain_name(path + '.')}".rstrip("."), module
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """What an optimizer does to a group, but for what lies in tensors."""
     plain = (bool, int, float, str)
@@ -230,13 +242,13 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _put_back(old: Any, value: Any, filled: set[int]) -> Any:
     """A plain value as it was saved, in the object that the program has if that can hold it: others may know it.
 
-    What a dict has under a key is filled in the same way; what a list has is not, since nobody knows which is which.
-    `filled`: objects that have their value, which two places may have had in common.
+    So are containers that a dict has under a key. What lies deeper is not filled: tensors may be those of the model,
+    and what lists have nobody can tell apart. `filled`: what has its value, which two places may have had in common.
     """
     if id(old) in filled:
         return value
     if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-        if old.shape != value.shape or torch._debug_has_internal_overlap(old) != 0:
+        if (old.shape, old.dtype) != (value.shape, value.dtype) or torch._debug_has_internal_overlap(old) != 0:
             return value
         old.copy_(value)
     elif isinstance(old, np.ndarray) and isinstance(value, np.ndarray):
@@ -244,7 +256,11 @@ def _put_back(old: Any, value: Any, filled: set[int]) -> Any:
             return value
         np.copyto(old, value)
     elif isinstance(old, dict) and isinstance(value, dict):
-        new = {key: _put_back(old.get(key), one, filled) for key, one in value.items()}
+        filled.add(id(old))
+        arrays = (torch.Tensor, np.ndarray)
+        new = {
+            key: one if isinstance(one, arrays) else _put_back(old.get(key), one, filled) for key, one in value.items()
+        }
         old.clear()
         old.update(new)
     elif isinstance(old, list) and isinstance(value, list):
