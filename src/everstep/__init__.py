@@ -11,7 +11,7 @@ tune/           by the rules of others, and offline     classics levels machine
 capture/        which part of a tensor is whose         collector sharded watch layout shares buckets
 capture/        memory that outlives the trainer        host taken arena reserve
 capture/        off the device, without stopping it     pinned life copier hooks shape snapshot extras
-capture/        where the data stands                   stream position
+capture/        where the data stands                   drawn stream position
 capture/        in which order DDP adds gradients up    reductions
 capture/        what the optimizers consumed            bits digest update stepped purity sheet form tap room
 capture/        a record per step                       gradients

@@ -59,9 +59,9 @@ def network(*between: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3))
 
 
-def loader(trial: Trial, **options: Any) -> DataLoader[Any]:
+def loader(trial: Trial, data: Numbers | None = None, **options: Any) -> DataLoader[Any]:
     """Six steps in a pass: batches of four on one rank, of two on each of two."""
-    data = Numbers()
+    data = data or Numbers()
     if trial.world == 1:
         return DataLoader(data, **{"batch_size": 4, "shuffle": True, **options})
     return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, seed=3), **options)
@@ -693,11 +693,11 @@ def random_numbers_of_every_kind(trial: Trial) -> None:
 
 
 class Noisy(Numbers):
-    """Augments its samples at random."""
+    """Augments its samples at random, by every generator there is."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         x, y, index = super().__getitem__(index)
-        return x + torch.rand(6), y, index
+        return x + torch.rand(6) + random.random() + np.random.rand(), y, index
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor, int]]):
@@ -775,6 +775,10 @@ LOADERS: dict[str, Callable[[], Any]] = {
         Numbers(), batch_size=8, sampler=RandomSampler(range(24), replacement=True, num_samples=72)
     ),
     "augmented_at_random": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
+    "augmented_at_random_by_three_workers": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=3),
+    "augmented_at_random_by_persistent_workers": lambda: DataLoader(
+        Noisy(), batch_size=4, num_workers=2, persistent_workers=True, generator=seeded()
+    ),
     "a_stream": lambda: DataLoader(Stream(), batch_size=4),
     "a_stream_of_two_workers": lambda: DataLoader(Stream(), batch_size=4, num_workers=2),
     "stateful": lambda: StatefulDataLoader(Numbers(), batch_size=4, shuffle=True),
@@ -812,6 +816,13 @@ def data_with_persistent_workers_on_every_rank(trial: Trial) -> None:
     model = trial.parallel(network())
     data = loader(trial, num_workers=1, persistent_workers=True)
     train(trial, model, torch.optim.SGD(model.parameters(), lr=0.1), data, epochs=3)
+
+
+@feature(on_two_ranks=True)
+def data_augmented_at_random_by_the_workers_of_every_rank(trial: Trial) -> None:
+    model = trial.parallel(network())
+    data = loader(trial, Noisy(), num_workers=2)
+    train(trial, model, torch.optim.SGD(model.parameters(), lr=0.1), data, epochs=2)
 
 
 @feature(on_two_ranks=True)
@@ -981,13 +992,6 @@ def gradients_accumulated_for_one_optimizer_across_steps_of_another(trial: Trial
             lazy.zero_grad()
         trial.at("step")
         trial.lost(loss)
-
-
-@feature(on_one_rank=False)
-def data_augmented_at_random_in_workers(trial: Trial) -> None:
-    model = network()
-    data = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2)
-    train(trial, model, torch.optim.SGD(model.parameters(), lr=0.1), data)
 
 
 @feature(on_one_rank=False)

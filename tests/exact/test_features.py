@@ -118,7 +118,6 @@ def test_killed_around_the_end_of_every_epoch_it_ends_with_the_same_bits(name: s
     ("name", "why"),
     [
         ("gradients_accumulated_for_one_optimizer_across_steps_of_another", "gradients are not part of a cut"),
-        ("data_augmented_at_random_in_workers", "the random state of worker processes is not known to the trainer"),
         ("a_parameter_group_added_in_mid_run", "the resumed program has not added the group yet when it is loaded"),
         ("a_persistent_buffer_that_is_none_at_first", "a strict load calls it missing in the program"),
     ],

@@ -60,11 +60,12 @@ def train(
     ddp: dict[str, Any] | None = None,
     prepare: Callable[[Any], None] = lambda model: None,
     gather: int = 1,
+    workers: int = 0,
     aside: Act = nothing,
     device: str = "cpu",
     **options: Any,
 ) -> dict[str, Any]:
-    """`gather`: batches a step. `aside`: what the program does between two steps."""
+    """`gather`: batches a step. `workers`: persistent ones. `aside`: what the program does between two steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # so that dropout differs from rank to rank, and must be restored
     model = nn.parallel.DistributedDataParallel(_model(dropout).to(device), **(ddp or {}))
@@ -73,7 +74,7 @@ def train(
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(480, 8, generator=generator), torch.arange(480))
     sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, shuffle=True)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
     losses: list[float] = []
     seen: list[list[int]] = []
     run = everstep.guard(

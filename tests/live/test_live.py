@@ -69,6 +69,22 @@ def test_without_a_spare_the_others_go_on_and_no_sample_is_lost_or_seen_twice(di
     assert {len(one["seen"]) for one in found} == {STEPS}
 
 
+@pytest.mark.parametrize("tries", [5, 43], ids=["in the first pass", "in the second"])
+def test_persistent_workers_of_a_loader_go_back_with_the_ranks_that_stay(directory: Path, tries: int) -> None:
+    options = {"on_loss": ["spare"], "workers": 1, "steps": 46}
+    found = Team(directory, 3, spares=1, **options).start(kill_at(1, tries)).wait()
+    with run_directory() as other:
+        undisturbed = Team(other, 3, **options).start().wait()
+    assert own(found) == own(undisturbed)
+
+
+def test_persistent_workers_of_those_who_are_left_read_what_the_lost_would_have_read(directory: Path) -> None:
+    options = {"on_loss": "rollback", "workers": 1, "steps": 40}
+    found = survivors(Team(directory, 3, **options).start(kill_at(1, 5)).wait())
+    samples = list(chain(*chain(*(one["seen"] for one in found))))
+    assert len(samples) == len(set(samples)), "none is seen twice in a pass"
+
+
 @pytest.mark.parametrize("strategy", ["snapshot", "log"])
 @pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_those_who_are_left_train_on_the_very_same_global_batches(directory: Path, world: int, strategy: str) -> None:

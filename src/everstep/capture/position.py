@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
+import xxhash
 
+from everstep.capture.drawn import Drawn, Rest, divide
 from everstep.capture.extras import random_state, set_random_state
 from everstep.capture.stream import Course, course_of, is_stream, joined, rest
 from everstep.config import Batch
@@ -33,6 +34,7 @@ from everstep.events import say
 from everstep.topology import Topology
 
 _UNREAD_CUTS = 3  # the first may come before the loop does
+_ANOTHER_PASS = "the pass under way cannot be gone on with (strict=False reads on all the same):"
 
 
 def _kind(loader: Any) -> str:
@@ -61,67 +63,6 @@ def _forgetful(dataset: Any) -> bool:
     return has_no_state and inspect.isgeneratorfunction(type(dataset).__iter__)
 
 
-class _From:
-    """A batch sampler (or sampler) that begins somewhere in the middle.
-
-    Samplers draw their seed when their first item is asked for, which must happen with the random state of that
-    moment: `drop` asks for what is skipped, and is called once the loader's iterator stands. `begin`, if given, sets
-    that state just before.
-    """
-
-    def __init__(self, batches: Iterable[Any], skip: int, begin: Callable[[], None] | None = None) -> None:
-        self._batches, self._skip, self._begin = batches, skip, begin
-        self._iterator: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._begin is None:
-            self._iterator = iter(self._batches)
-        return self._rest()
-
-    def _rest(self) -> Iterator[Any]:
-        self.drop()
-        yield from self._iterator
-
-    def drop(self) -> None:
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            begin()
-            self._iterator = iter(self._batches)
-        for _ in range(self._skip):
-            next(self._iterator, None)
-        self._skip = 0
-
-
-class _Rest:
-    """What is left of a DistributedSampler's pass after `taken` global samples, for this rank; then whole passes.
-
-    Persistent workers keep the sampler with which they began.
-    """
-
-    def __init__(self, sampler: Any, taken: int) -> None:
-        self._sampler, self._taken = sampler, taken
-
-    def __iter__(self) -> Iterator[int]:
-        taken, self._taken = self._taken, 0
-        yield from self._rest(taken) if taken else self._sampler
-
-    def _rest(self, taken: int) -> list[int]:
-        whole = copy.copy(self._sampler)
-        whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = (
-            1,
-            0,
-            len(whole.dataset),
-            len(whole.dataset),
-        )
-        order = list(whole)
-        rest, ranks = order[taken:], self._sampler.num_replicas
-        if self._sampler.drop_last:
-            rest = rest[: len(rest) // ranks * ranks]
-        elif len(rest) % ranks:
-            rest += list(itertools.islice(itertools.cycle(order), ranks - len(rest) % ranks))
-        return rest[self._sampler.rank :: ranks]
-
-
 class Feed:
     """Passes over a loader, again and again, and always knows where it stands."""
 
@@ -138,6 +79,7 @@ class Feed:
         self._batches = 0  # taken in this pass
         self._samples = 0  # taken in this pass by all ranks
         self._iterator: Iterator[Any] | None = None
+        self._drawn: Drawn | None = None  # by the sampler of a plain DataLoader, for this rank alone
         self._began: dict[str, Any] | None = None
         self._course: Course | None = None  # of a stream: how this pass was divided when it, or this life, began
         sampler = getattr(loader, "sampler", None) if isinstance(loader, DataLoader) else None
@@ -162,6 +104,8 @@ class Feed:
             "epoch": self.epoch,
             "batches": self._batches,
             "batch": self._batch,
+            "order": [] if self._drawn is None or self._distributed is not None else list(self._drawn.orders),
+            "shuffle": self._shuffle,
             "of": self._of,
             "samples": self._samples if self._distributed is not None else None,
             "began": self._began,
@@ -187,6 +131,11 @@ class Feed:
         else:
             course = msgspec.structs.replace(course, taken=course.taken + self._batches * self.world)
         return cast(dict[str, Any], msgspec.to_builtins(course))
+
+    @property
+    def _shuffle(self) -> list[Any] | None:
+        """What the order of a DistributedSampler is a function of, beside the pass."""
+        return None if self._distributed is None else [self._distributed.shuffle, self._distributed.seed]
 
     @property
     def share(self) -> float:
@@ -226,7 +175,7 @@ class Feed:
         self._batches, self._began = position["batches"], position["began"]
         differing = self._differing(position)
         if differing and strict:
-            raise Mismatch("the pass under way cannot be gone on with (strict=False reads on all the same):", differing)
+            raise Mismatch(_ANOTHER_PASS, differing)
         self._samples = position["samples"] or 0
         self._course = course_of(self.loader, self.rank, self.world)
         before = random_state()
@@ -234,13 +183,29 @@ class Feed:
         self._set_began(position["began"])
         self._iterator = self._resumed(position)
         set_random_state(before)
+        if self._drew_otherwise(position):
+            differing.append(
+                f"the sampler gives another order in pass {self.epoch} than it gave: it draws from a random state that "
+                "the loop draws from too, keeps something from pass to pass, or was changed. Give it a generator of "
+                "its own, and make its order a function of set_epoch()"
+            )
+            if strict:
+                raise Mismatch(_ANOTHER_PASS, differing[-1:])
         return differing
+
+    def _drew_otherwise(self, position: dict[str, Any]) -> bool:
+        if self._drawn is None or position.get("batch") != self._batch:
+            return False
+        return any(one != other for one, other in zip(position.get("order", ()), self._drawn.orders, strict=False))
 
     def _differing(self, position: dict[str, Any]) -> list[str]:
         """Batches of another size are counted anew, where whole ones of them were taken."""
         found, before, now, of = [], position.get("batch"), self._batch, position.get("of", self._of)
         if of != self._of:
             found.append(f"the data set had {of} items and has {self._of}")
+        had, has = position.get("shuffle"), self._shuffle
+        if had is not None and has is not None and had != has:
+            found.append(f"its DistributedSampler had shuffle={had[0]}, seed={had[1]} and has {has[0]}, {has[1]}")
         knows_itself = self.kind == "stateful" or (self._distributed is not None and position["samples"] is not None)
         if knows_itself or before is None or now is None or before == now:
             return found
@@ -285,7 +250,7 @@ class Feed:
         if self.kind == "sampled":
             began = position["began"]
             begin = (lambda: self._set_began(began)) if began["standing"] else None
-            return self._iterate_over(_From(self._index_sampler(), self._batches, begin))
+            return self._draw(skip=self._batches, begin=begin)
         return self._read_again()
 
     def _elsewhere(self, position: dict[str, Any]) -> str:
@@ -307,9 +272,19 @@ class Feed:
         """Begin a pass, unless one is under way."""
         if self._iterator is None:
             self._set_epoch()
-            self._began = self._beginning()
+            standing = getattr(self.loader, "_iterator", None)  # persistent workers, who draw no new seed
+            goes_on = standing is not None and getattr(standing, "_index_sampler", None) is self._drawn
+            self._began = self._beginning(standing=goes_on)
             self._course = course_of(self.loader, self.rank, self.world)
-            self._iterator = iter(self.loader) if self._seats == self.world else self._over_seats(0)
+            if self._seats != self.world:
+                self._iterator = self._over_seats(0)
+            elif self.kind != "sampled":
+                self._iterator = iter(self.loader)
+            elif goes_on and self._drawn is not None:
+                self._drawn.seed = self._seed_of(self.rank)
+                self._iterator = iter(self.loader)
+            else:
+                self._iterator = self._draw()
         return self._iterator
 
     def next_batch(self) -> Any:
@@ -317,6 +292,8 @@ class Feed:
         batch = next(self.begin_pass())
         self._batches += 1
         self._samples += self.batch_samples
+        if self._drawn is not None:
+            self._drawn.taken()
         return batch
 
     def end_pass(self) -> None:
@@ -335,9 +312,9 @@ class Feed:
             if holder is not None and hasattr(holder, "set_epoch"):
                 holder.set_epoch(self.epoch)
 
-    def _beginning(self) -> dict[str, Any]:
+    def _beginning(self, *, standing: bool) -> dict[str, Any]:
         return {
-            "standing": getattr(self.loader, "_iterator", None) is not None,  # persistent workers draw no new seed
+            "standing": standing,
             "random": random_state(),
             "generators": self._generator_states(),
         }
@@ -358,41 +335,56 @@ class Feed:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
+    def _seed_of(self, seat: int) -> int | None:
+        """From which the workers of a plain DataLoader draw in this pass: a number that is drawn from nothing."""
+        if _kind(self.loader) != "sampled" or not self.loader.num_workers or self._began is None:
+            return None
+        states = [self._began["random"]["torch"], *self._began["generators"]]
+        return int(xxhash.xxh3_64_intdigest(b"".join([*states, f"{self.epoch} {seat}".encode()])))
+
+    def _draw(self, **begun: Any) -> Iterator[Any]:
+        """A pass of a plain DataLoader's own sampler, begun as `Drawn` is."""
+        self._drawn = Drawn(self._index_sampler(), seed=self._seed_of(self.rank), **begun)
+        return self._iterate_over(self._drawn)
+
     def _over_seats(self, taken: int) -> Iterator[Any]:
         """What is left of a pass after so many global samples, of all seats of this rank."""
         if self._seats == self.world:
-            return self._iterate_over(_Rest(self._distributed, taken))  # which hears of the next pass, as it must
+            self._drawn = self._rest_of(self._distributed, self.rank, taken)  # which hears of the next pass
+            return self._iterate_over(self._drawn)
         iterators = []
         for seat in self._mine:
             sampler = copy.copy(self._distributed)
             divide(sampler, self._seats, seat)
-            iterators.append(self._iterate_over(_Rest(sampler, taken), alone=len(self._mine) == 1))
+            rest = self._rest_of(sampler, seat, taken)
+            iterators.append(self._iterate_over(rest, alone=len(self._mine) == 1))
         return iterators[0] if len(iterators) == 1 else map(joined, zip(*iterators, strict=True))
+
+    def _rest_of(self, sampler: Any, seat: int, taken: int) -> Drawn:
+        source: Any = Rest(sampler, taken)
+        if self.loader.batch_sampler is not None:
+            batches = copy.copy(self.loader.batch_sampler)
+            batches.sampler, source = source, batches
+        return Drawn(source, seed=self._seed_of(seat), first=self._batches)
 
     def _index_sampler(self) -> Any:
         return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
 
-    def _iterate_over(self, samples: _Rest | _From, *, alone: bool = True) -> Iterator[Any]:
+    def _iterate_over(self, drawn: Drawn, *, alone: bool = True) -> Iterator[Any]:
         """iter(loader) with its sampler replaced for the moment in which the iterator takes hold of it.
 
         `alone`: no other iterator of this loader is in use; persistent workers serve one at a time.
         """
         loader = self.loader if alone else copy.copy(self.loader)
-        if not alone:
-            loader._iterator = None
+        loader._iterator = None  # persistent workers would go on with the sampler that they had
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         original = getattr(loader, name)
-        replacement: Any = samples
-        if name == "batch_sampler" and isinstance(samples, _Rest):
-            replacement = copy.copy(original)
-            replacement.sampler = samples
-        object.__setattr__(loader, name, replacement)
+        object.__setattr__(loader, name, drawn)
         try:
             iterator = iter(loader)
         finally:
             object.__setattr__(loader, name, original)
-        if isinstance(samples, _From):
-            samples.drop()
+        drawn.drop()
         return cast(Iterator[Any], iterator)
 
 
@@ -417,14 +409,3 @@ def generators_of(loader: Any) -> list[Any]:
         one = getattr(one, "batch_sampler", None)  # one that shares out the batches of another
     found = [getattr(holder, "generator", None) for holder in holders]
     return list({id(g): g for g in found if g is not None}.values())
-
-
-def divide(sampler: Any, ranks: int, rank: int) -> None:
-    """Let a DistributedSampler be that of another rank, or of another number of them."""
-    from torch.utils.data import DistributedSampler
-
-    fresh: DistributedSampler[Any] = DistributedSampler(
-        sampler.dataset, ranks, rank, sampler.shuffle, sampler.seed, sampler.drop_last
-    )
-    for name in ("num_replicas", "rank", "num_samples", "total_size"):
-        setattr(sampler, name, getattr(fresh, name))

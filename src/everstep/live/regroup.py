@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler
 
+from everstep.capture.drawn import divide
 from everstep.capture.layout import Subjects
-from everstep.capture.position import Feed, divide
+from everstep.capture.position import Feed
 from everstep.capture.reductions import has_hook, make_reducer
 from everstep.errors import Restart
 from everstep.live.replicas import move, weigh_parts

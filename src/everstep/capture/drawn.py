@@ -1,0 +1,158 @@
+"""What a sampler gives to a loader: begun in the middle of a pass, noted as it is drawn, and numbered for the workers.
+
+- Begun in the middle: what was taken is drawn again and dropped before any sample is read.
+- Noted: a digest of all that was drawn up to a batch is part of a position. A sampler that gives another order to the
+  next life (it draws from a random state that the loop draws from too, or keeps something from pass to pass) is found
+  out.
+- Numbered: a worker process draws at random from a seed of the batch that it makes. So what it draws depends neither on
+  which worker it is nor on what it made before, and a pass that goes on draws what it would have drawn.
+
+Knows neither models nor steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import xxhash
+
+
+class Drawn:
+    """A batch sampler (or sampler) that begins somewhere in the middle, and is noted and numbered.
+
+    Samplers draw their seed when their first item is asked for, which must happen with the random state of that
+    moment: `drop` asks for what is skipped, and is called once the loader's iterator stands. `begin`, if given, sets
+    that state just before. Persistent workers keep the sampler with which they began, so this may serve many passes.
+    """
+
+    def __init__(
+        self, source: Iterable[Any], *, seed: int | None, skip: int = 0, first: int = 0,
+        begin: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`seed`: of this pass, for workers; `first`: the number of the first batch that `source` gives."""
+        self._source, self.seed, self._skip, self._number, self._begin = source, seed, skip, first, begin
+        self._iterator: Iterator[Any] = iter(())
+        self._digest: xxhash.xxh3_64 | None = None
+        self.orders: deque[int | None] = deque()  # up to what was taken, and up to each that was drawn ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        self._digest = xxhash.xxh3_64()
+        self.orders = deque([self._order()])
+        if self._begin is None:
+            self._iterator = iter(self._source)
+        return self._rest()
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_source"], name)  # loaders of other classes ask for a batch_size, say
+
+    def _rest(self) -> Iterator[Any]:
+        self.drop()
+        number, self._number = self._number, 0
+        for index in self._iterator:
+            self._note(index)
+            self.orders.append(self._order())
+            yield index if self.seed is None else _Numbered(index, self.seed + number & _WORD)
+            number += 1
+
+    def drop(self) -> None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+            self._iterator = iter(self._source)
+        skip, self._skip = self._skip, 0
+        for index in itertools.islice(self._iterator, skip):
+            self._note(index)
+            self.orders[0] = self._order()
+        self._number += skip
+
+    def taken(self) -> None:
+        """A batch more was; one that was not drawn here (a loader with a way of its own) ends what is known."""
+        self.orders.popleft() if len(self.orders) > 1 else self.orders.clear()
+
+    def _order(self) -> int | None:
+        """Of all that was drawn; None if it cannot be told from another."""
+        return None if self._digest is None else int(self._digest.intdigest())
+
+    def _note(self, index: Any) -> None:
+        if self._digest is not None:
+            try:
+                self._digest.update(_INDICES.encode(index))
+            except (TypeError, ValueError, OverflowError, AttributeError):
+                self._digest = None  # an object of the program's own
+
+
+class Rest:
+    """What is left of a DistributedSampler's pass after `taken` global samples, for this rank; then whole passes."""
+
+    def __init__(self, sampler: Any, taken: int) -> None:
+        self._sampler, self._taken = sampler, taken
+
+    def __iter__(self) -> Iterator[int]:
+        taken, self._taken = self._taken, 0
+        yield from self._rest(taken) if taken else self._sampler
+
+    def _rest(self, taken: int) -> list[int]:
+        whole = copy.copy(self._sampler)
+        whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = (
+            1,
+            0,
+            len(whole.dataset),
+            len(whole.dataset),
+        )
+        order = list(whole)
+        rest, ranks = order[taken:], self._sampler.num_replicas
+        if self._sampler.drop_last:
+            rest = rest[: len(rest) // ranks * ranks]
+        elif len(rest) % ranks:
+            rest += list(itertools.islice(itertools.cycle(order), ranks - len(rest) % ranks))
+        return rest[self._sampler.rank :: ranks]
+
+
+def divide(sampler: Any, ranks: int, rank: int) -> None:
+    """Let a DistributedSampler be that of another rank, or of another number of them."""
+    from torch.utils.data import DistributedSampler
+
+    fresh: DistributedSampler[Any] = DistributedSampler(
+        sampler.dataset, ranks, rank, sampler.shuffle, sampler.seed, sampler.drop_last
+    )
+    for name in ("num_replicas", "rank", "num_samples", "total_size"):
+        setattr(sampler, name, getattr(fresh, name))
+
+
+_WORD = 2**64 - 1
+_INDICES = msgspec.msgpack.Encoder(enc_hook=lambda value: value.tolist())  # of tensors, and of what NumPy has
+
+
+class _Numbered:
+    """What is asked of a worker, on its way there: it arrives as what it is."""
+
+    __slots__ = ("_index", "_seed")
+
+    def __init__(self, index: Any, seed: int) -> None:
+        self._index, self._seed = index, seed
+
+    def __reduce__(self) -> tuple[Callable[[Any, int], Any], tuple[Any, int]]:
+        return _arrived, (self._index, self._seed)
+
+
+def _arrived(index: Any, seed: int) -> Any:
+    """In a worker, which makes this batch next."""
+    import torch
+    from torch.utils.data import get_worker_info
+
+    if get_worker_info() is not None:
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would take a note for every device
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])  # with two words it would draw what Python does
+    return index
