@@ -67,6 +67,7 @@ class Run:
     kept_s: list[float] = field(default_factory=list)
     unsynced_s: list[float] = field(default_factory=list)  # the same, less what went into being durable
     kept: dict[str, Any] = field(default_factory=dict)
+    date: str = ""  # of the earlier call that made it, if that is not the one of its method
 
     def overhead(self, *, durable: bool = True) -> Stat:
         seconds = self.kept_s if durable else self.unsynced_s
@@ -155,8 +156,7 @@ def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float, sampl
             good = interval
         else:
             too_short = interval
-        is_longest = not good and too_short >= longest
-        if ways.method in FIXED or is_longest or (good and good <= too_short / CLOSE + 1):
+        if ways.method in FIXED or (good and good <= too_short / CLOSE + 1):
             break
         if good:
             interval = min(max(too_short + 1, round(CLOSE * good)), good - 1)
@@ -164,9 +164,8 @@ def bench_cell(ways: Ways, step_s: float, longest_s: float, cell_s: float, sampl
             interval = ceil(1.2 * (1 + cost))  # as many steps as one save takes
         else:
             interval = max(too_short + 1, ceil(1.03 * interval * cost / MOST))
-        interval = min(interval, longest)
         next_s = max(interval - run.interval, 0) * step_s + took_s
-        if time.monotonic() - began + next_s > cell_s:
+        if interval > longest or time.monotonic() - began + next_s > cell_s:
             cell.ended = True
             break
     return cell

@@ -56,12 +56,25 @@ def merge(old: Entry, new: Entry, made: dict[str, str]) -> Entry:
     if "error" in new:
         return {**old, "error": f"{new['error']} ({made['date']})"}
     entry = {key: value for key, value in {**old, **new}.items() if key != "error"}
-    before = old.get("made", []) if "cells" in new and old.get("cells", {}).keys() - new["cells"].keys() else []
-    entry["made"] = [*(one for one in before if one != made), made]
+    entry["made"] = [made]
     if "cells" in new:
-        entry["cells"] = {**old.get("cells", {}), **new["cells"]}
-        entry["dates"] = {**old.get("dates", {}), **dict.fromkeys(new["cells"], made["date"])}
+        cells, dates = old.get("cells", {}), old.get("dates", {})
+        found = {m: _with_longer(cells.get(m, {}), dates.get(m, ""), cell) for m, cell in new["cells"].items()}
+        entry["cells"] = {**cells, **found}
+        entry["dates"] = {**dates, **dict.fromkeys(new["cells"], made["date"])}
+        runs = (run for cell in entry["cells"].values() for run in cell.get("runs", ()))
+        used = {*entry["dates"].values(), *(run.get("date") for run in runs)}
+        entry["made"] = [*(one for one in old.get("made", ()) if one["date"] in used and one != made), made]
     return entry
+
+
+def _with_longer(old: Entry, date: str, new: Entry) -> Entry:
+    """A method whose search was ended by its time keeps what a longer search of an earlier call, of then, has found."""
+    if not new.get("ended"):
+        return new
+    most = max(run["interval"] for run in new["runs"])
+    longer = [{**run, "date": run.get("date") or date} for run in old.get("runs", ()) if run["interval"] > most]
+    return {**new, "runs": [*new["runs"], *longer], "ended": old["ended"]} if longer else new
 
 
 def has_failed(entry: Entry) -> bool:

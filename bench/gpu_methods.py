@@ -179,7 +179,8 @@ class Everstep(Method):
 
     def begin(self, interval: int) -> None:
         super().begin(interval)
-        self._kept: set[int] = set()
+        self._by_record: set[int] = set()  # steps that survive by one,
+        self._by_base: set[int] = set()  # or by a base of their own
         self._behind = 0  # steps, at most
 
     def goes_on(self, interval: int) -> bool:
@@ -231,10 +232,11 @@ class Everstep(Method):
         with timed() as call:
             self.run.done()
         self.found.done_s.append(call.seconds)
-        recorder = self.run._keeping.recorder
-        is_lost = recorder is not None and recorder.whole_since == self.run.step  # not by a record, that is
-        if self.run._keeping.last_step == self.run.step and not is_lost:
-            self._kept.add(self.run.step)
+        recorder, step = self.run._keeping.recorder, self.run.step
+        if recorder is not None and recorder.whole_since < step:
+            self._by_record.add(step)
+        elif self.run._capture.base_step == step:  # if it is not skipped
+            self._by_base.add(step)
 
     def result(self) -> Kept:
         found, recorder, arena = self.found, self.run._keeping.recorder, self.run._capture.arena()
@@ -245,7 +247,8 @@ class Everstep(Method):
         durable_step = self.run.status()["durable_step"]
         events = read_events(self.root / "run")
         skipped = {event.step for event in events if isinstance(event, Skipped)}
-        kept = self._kept - skipped
+        by_base = self._by_base - skipped
+        kept = self._by_record | by_base
         found.kept = len(kept)
         written = {event.step: event.bytes for event in events if isinstance(event, Persisted)}
         if recorder is not None:
@@ -260,6 +263,7 @@ class Everstep(Method):
             found.durable = len(kept & written.keys())
         found.troubles = troubles(self.root / "run")
         if recorder is not None:
+            found.troubles += [f"{len(by_base)} of them by bases of their own"] if by_base else []
             found.troubles.append(f"at the end of a block up to {self._behind} steps were not on the disk")
         if self._slots:
             found.troubles.append(f"with Memory(slots={self._slots})")

@@ -128,7 +128,7 @@ class Dcp(Peer):
 
     def _warm_up(self) -> None:
         """What it makes only once has nothing to do with the state: that is copied anew by every save."""
-        try_out(self.saver, self.root, saves=1)
+        try_out(self.saver, self.root)
 
     def save(self) -> None:
         self._saves += 1
@@ -156,26 +156,24 @@ class DcpTuned(Dcp):
     saver = DcpStaged
 
     def _warm_up(self) -> None:
-        """Pinned memory for the state; but first whether this torch can do it twice, which not every one can."""
-        try_out(self.saver, self.root, saves=2)
+        """Pinned memory for the state, too: it is taken once."""
+        super()._warm_up()
         self.save()
         self.finish()
 
 
-def try_out(kind: type[Saver], root: Path, *, saves: int) -> None:
-    """Saves of a few bytes."""
+def try_out(kind: type[Saver], root: Path) -> None:
+    """A save of a few bytes."""
 
     class Little:
         def state(self) -> dict[str, Tensor]:
             return {"little": torch.zeros(8, device=gpu_models.DEVICE)}
 
-    saver = kind(Little(), root)  # type: ignore[arg-type]
+    saver, where = kind(Little(), root), empty(root / "little")  # type: ignore[arg-type]
     try:
-        for _ in range(saves):
-            where = empty(root / "little")
-            saver.save(where)
-            saver.gate()
-            saver.durable(where)
+        saver.save(where)
+        saver.gate()
+        saver.durable(where)
     finally:
         saver.close()
 

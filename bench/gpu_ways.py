@@ -26,7 +26,7 @@ SPARED = {
     "gpt2-xl": {
         "Everstep, direct": "for want of time; its folder in shared memory makes it what mode host is",
         "Everstep, replica": "for want of time; its loop does what that of the dense log does",
-        "DCP async_save, pinned and staged": "for want of time; on other models it fails",
+        "DCP async_save, pinned and staged": "for want of time; one save takes as long as two other methods",
         "DCP async_save": "for want of time; one save takes as long as two other methods",
     }
 }

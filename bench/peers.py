@@ -188,6 +188,10 @@ class DcpStaged(DcpAsync):
                 use_async_staging=True, use_non_blocking_copy=torch.cuda.is_available(),
             )
         )  # fmt: skip
+        # torch 2.11 closes what is below it after each save, and fails at the next (pytorch/pytorch#183413, mended
+        # since): only its owner does here, so that it has its memory from save to save in every torch.
+        inner = self._stager._state_dict_stager
+        self._close_inner, inner.close = inner.close, lambda: None  # type: ignore[method-assign]
 
     def save(self, where: Path) -> None:
         answer = dcp.async_save(
@@ -208,6 +212,7 @@ class DcpStaged(DcpAsync):
 
     def close(self) -> None:
         self._stager.close()
+        self._close_inner()
 
 
 class Everstep(Saver):

@@ -73,6 +73,23 @@ def test_what_a_call_finds_has_its_date_and_what_it_did_not_run_keeps_its_own() 
     assert [is_there(second, "2026-11-17", one) for one in ("a", "b", "c")] == [False, True, False]
 
 
+def test_a_search_that_its_time_has_ended_keeps_what_a_longer_one_has_found() -> None:
+    from gpu_merge import merge
+
+    def searched(*intervals: int, ended: bool) -> dict[str, Any]:
+        return {"cells": {"a": {"runs": [{"interval": one} for one in intervals], "ended": ended}}}
+
+    def shown(entry: dict[str, Any]) -> tuple[list[int], bool, list[str]]:
+        cell = entry["cells"]["a"]
+        return [run["interval"] for run in cell["runs"]], cell["ended"], [one["date"] for one in entry["made"]]
+
+    longer = merge({}, searched(1, 80, 64, ended=False), {"date": OLD})
+    assert shown(merge(longer, searched(1, ended=True), {"date": NEW})) == ([1, 80, 64], False, [OLD, NEW])
+    assert shown(merge(longer, searched(1, 40, ended=False), {"date": NEW})) == ([1, 40], False, [NEW])
+    twice = merge(merge(longer, searched(1, ended=True), {"date": NEW}), searched(1, ended=True), {"date": "later"})
+    assert shown(twice) == ([1, 80, 64], False, [OLD, "later"])
+
+
 def test_a_table_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from common import Report
 
