@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import everstep
-from everstep.capture import pinned, reserve
+from everstep.capture import pinned
 from everstep.capture.pinned import pin, pinned_for, pinned_until_let_go
 from everstep.capture.reserve import Reserve
 from everstep.events import Degraded, Event
@@ -148,7 +148,6 @@ def test_slots_that_were_pinned_while_a_disk_was_read_hold_what_is_captured(
         with everstep.guard(model, optimizer, dir=directory, keeper="inline") as run:
             train(run, model, optimizer, 2)
         monkeypatch.setattr(pinned, "_register", watched)
-        monkeypatch.setattr(reserve, "_PINNED_BYTES", 0)
         if in_time:
             monkeypatch.setattr(Reserve, "end_pinning", late)
         model, optimizer = make()

@@ -102,7 +102,6 @@ SLOTS = 3
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A run whose disk has step 1, and whose memory is gone. Whoever resumes it is taken for one with a device."""
     monkeypatch.setattr(load, "cuda_devices", lambda subjects: {DEVICE})
-    monkeypatch.setattr(reserve, "_PINNED_BYTES", 0)
     with run_directory() as folder:
         train(folder, ROWS)
         yield folder
@@ -185,17 +184,6 @@ def test_the_first_cut_finds_its_slots_pinned(
     (sizes,) = at_first_cut
     assert len(sizes) == SLOTS and all(sizes)
     assert not held  # the run is over
-
-
-@pytest.mark.usefixtures("in_time")
-def test_slots_that_are_pinned_in_no_time_are_left_to_the_first_cut(
-    held: dict[int, int], asked: list[tuple[str, int]], at_first_cut: list[list[int]], directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(reserve, "_PINNED_BYTES", 1 << 30)
-    run, _ = train(directory, ROWS, steps=2)
-    assert run.step == 3 and len(asked) == 1 and at_first_cut == [[0] * SLOTS]
-    assert not held
 
 
 @pytest.mark.usefixtures("in_time")

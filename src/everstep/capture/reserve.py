@@ -2,8 +2,8 @@
 
 The system has to find and clear every page of an arena, which takes as long as reading such a state from a disk. How
 large the arena will be is known once it is known which part of a checkpoint this rank had: the same program has the
-same state again. So other threads take the memory meanwhile, and pin much of it where a device will copy into it, and
-the first cut finds it there.
+same state again. So other threads take the memory meanwhile, and pin it where a device will copy into it, and the first
+cut finds it there.
 
 It is only a guess. What is taken has no name, so that nothing is left of it if the process is killed; if it is not what
 the first cut needs it is let go at once, and the cut takes memory as if there had been none.
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _SPARE_BYTES = 1 << 20  # of a slot: what is not a tensor may have grown since
 _THREADS = 4  # that take it: more are not faster beside those who read, and keep them waiting (bench/LOG.md)
-_PINNED_BYTES = 4 << 30  # of a slot, from which it is pinned meanwhile: what less costs is not known (bench/LOG.md)
 _SHARE = 0.9  # of the free memory that may be in use at the peak
 
 
@@ -69,7 +68,7 @@ class Reserve:
         """
         if self._taking is not None:
             return
-        self._slot_bytes, self._devices = slot_bytes, devices if slot_bytes >= _PINNED_BYTES else ()
+        self._slot_bytes, self._devices = slot_bytes, devices
         size = round_up(slot_bytes + _SPARE_BYTES, BLOCK)
         # At the peak all is read and none of it is gone: every rank of this node has its slots, what it has read, and
         # as much again where the state is restored to the host. Without a reserve what was read is gone before slots
