@@ -364,6 +364,18 @@ class Replica(Everstep):
         while self.run.status()["replica"] is None and time.monotonic() < deadline:
             time.sleep(0.02)
 
+    def plain(self, steps: int) -> float:
+        """When it has nothing left to do: beside what it did, steps of BERT-large took 94 and 100 ms instead of 71."""
+        before = -1
+        while (behind := self._behind_now()) not in (0, before):  # or waits for a base
+            before = behind
+            time.sleep(0.5)
+        return super().plain(steps)
+
+    def _behind_now(self) -> int:
+        where: Any = self.run.status()["replica"]
+        return where["behind"] if where else 0
+
     def result(self) -> Kept:
         where: Any = self.run.status()["replica"]
         found = super().result()

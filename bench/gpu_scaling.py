@@ -41,7 +41,11 @@ BLOCKED = (
 )
 BLOCKED_BEFORE = "matrix products and the update after them took on the device than some"  # in an earlier form of this
 RAW_BYTES = 4 * 10**9  # that the plainest program writes at most; of more it reads all, once
-RAW = "Raw writes of 4 GB at most, raw reads of the same bytes into large pages, of more than 4 GB after ours"
+RAW = (
+    "Raw writes of 4 GB at most, raw reads of the same bytes into large pages, of more than 4 GB after ours; before "
+    "each read and restore as much memory was taken and freed (memory taken: how fast), so that nobody waits for what "
+    "a machine's host has to give it"
+)
 RAW_BEFORE = "Raw of 4 GB at most"  # in an earlier form of this: a disk may be slower for 20 GB
 FIRST_BASE_S = 90.0
 GRACE_S = 40.0  # that the last state may take longer than there is time
@@ -119,7 +123,8 @@ def measure_on_device(tensors: int, size: int, scratch: Path) -> dict[str, Any]:
 
 def _disk(saver: peers.Everstep, scratch: Path, turns: int) -> dict[str, list[float]]:
     """Ours between two of the plainest program: writes of a part, as seconds for the whole."""
-    found: dict[str, list[float]] = {key: [] for key in ("write", "raw_write", "read", "raw_read", "restore_s")}
+    keys = ("write", "raw_write", "read", "raw_read", "restore_s", "touch_s")
+    found: dict[str, list[float]] = {key: [] for key in keys}
     raw, arena = scratch / "raw.bin", saver.run._capture.arena()
     assert arena is not None
     most = min(arena.slot_bytes, RAW_BYTES // 4096 * 4096)
@@ -133,6 +138,7 @@ def _disk(saver: peers.Everstep, scratch: Path, turns: int) -> dict[str, list[fl
 
     def raw_read(file: Path) -> float:
         peers.drop_cache([file])
+        found["touch_s"].append(peers.touch(arena.slot_bytes))
         return _timed(lambda: peers.raw_read(file))  # until its memory is free again, as with ours
 
     for _ in range(turns):
@@ -146,6 +152,7 @@ def _disk(saver: peers.Everstep, scratch: Path, turns: int) -> dict[str, list[fl
         file = max(saver.files(scratch), key=lambda path: path.stat().st_size)
         raw_reads = [raw_read(file)] if most == arena.slot_bytes else []
         peers.drop_cache([file])
+        found["touch_s"].append(peers.touch(arena.slot_bytes))
         found["restore_s"].append(_timed(lambda: _restored(saver, scratch, "disk")))
         raw_reads.append(raw_read(file))
         found["raw_read"].append(sum(raw_reads) / len(raw_reads))
@@ -234,7 +241,8 @@ def scaling_report(report: Report, models: dict[str, Any]) -> None:
         "What bytes and tensors cost on a device",
         ["state", "tensors", "GB", "a plain step, ms", "its update, ms of the host", "blocked a capture, ms",
          "of it the cut, ms", "cut, ms of a processor", "copied and sealed, GB/s", "of the link", "write GB/s",
-         "of raw", "from memory GB/s", "of the link", "from disk GB/s", "of raw", "by torch.load GB/s"],
+         "of raw", "from memory GB/s", "of the link", "from disk GB/s", "of raw", "memory taken, GB/s",
+         "by torch.load GB/s"],
         note="Medians, with the lowest and highest. Parameters of an SGD without momentum. Blocked: run.done(), and by "
         f"how much longer {blocked} without captures, with 30 ms and a second for 35 GB of them; what copies cost "
         "kernels that compute is in gpu-frequency.md. Sealed: from the cut on, with nothing else to do. Write: "
@@ -270,7 +278,7 @@ def _row(entry: dict[str, Any], point: Point) -> list[str]:
         point.speed("write").text(), f"{point.share('write').text(100)} %",
         point.speed("recall_s").text(), of_link("recall_s", "back") if has_link and point.recall_s else "-",
         point.speed("restore_s").text(), f"{point.share('read').text(100)} %",
-        point.speed("load_s").text() if point.load_s else "-",
+        point.speed("touch_s").text(), point.speed("load_s").text(),
     ]  # fmt: skip
 
 

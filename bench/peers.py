@@ -340,10 +340,14 @@ def raw_write(path: Path, data: memoryview) -> float:
     return time.perf_counter() - begin
 
 
-def touch(size: int) -> None:
-    """Have so much memory, and free it: a virtual machine asks its host for it, and who comes first would wait."""
+def touch(size: int) -> float:
+    """Have so much memory, and free it: a virtual machine asks its host for it, and who comes first would wait so long.
+
+    Seconds."""
+    begin = time.perf_counter()
     room = room_for(size)
     populate([room.obj.span])
+    return time.perf_counter() - begin
 
 
 def raw_read(path: Path) -> float:

@@ -62,6 +62,7 @@ class Point:
     plain_s: list[float] = field(default_factory=list)  # steps without a capture, on a device,
     update_s: list[float] = field(default_factory=list)  # and processor time of the host for the update in them
     load_s: list[float] = field(default_factory=list)  # the same state from a file by torch.load, nothing checked
+    touch_s: list[float] = field(default_factory=list)  # to have as much memory, before each read of a device's state
 
     @property
     def blocked_s(self) -> list[float]:
