@@ -76,7 +76,8 @@ PARTS = {
         tuple(STATES), lambda plan, scratch, given: bench_scaling(list(plan), scratch, given.deadline), scaling_report
     ),
     "recovery": Part(
-        MODELS, lambda plan, scratch, given: bench_recovery(list(plan), scratch, given.deadline), recovery_report
+        MODELS, lambda plan, scratch, given: bench_recovery(list(plan), scratch, given.deadline, given.method),
+        recovery_report,
     ),
     "paced": Part(
         ("gpt2",), lambda plan, scratch, given: bench_paced(list(plan), scratch, given.deadline), paced_report
@@ -145,7 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="+", choices=[*PARTS, "all"])
     parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}")
-    parser.add_argument("--method", default="", help="frequency: how names of methods begin, with ; between")
+    parser.add_argument(
+        "--method", default="", help="how names of methods begin, or of recovery: of ways, with ; between"
+    )
     parser.add_argument(
         "--longest", type=float, default=LONGEST_S, help="frequency: seconds of training between two saves"
     )

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, required=True, help="where the files of torch.save and DCP are")
     parser.add_argument("--device", required=True)
     parser.add_argument("--steps", type=int, default=0, help="to train after the first, before it is ready")
+    parser.add_argument("--slots", type=int, default=None, help="of memory, if not as many as Everstep takes by itself")
     parser.add_argument("--keep", action="store_true", help="be ready only when all is durable, or protected")
     parser.add_argument("--save", action="append", default=[], help="leave a file for torch.load, dcp.load")
     given = parser.parse_args()
@@ -46,7 +47,7 @@ def main() -> None:
     case = gpu_models.make_case(given.model, light=True)
     model: Any = case.model
     if "WORLD_SIZE" in os.environ:
-        model = torch.nn.parallel.DistributedDataParallel(model)
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     mark("model")
     run, said = None, {"resumed_from": None}
     if given.how in ("bases", "log"):
@@ -89,7 +90,8 @@ def guard(case: gpu_models.Case, model: Any, given: argparse.Namespace) -> tuple
         Steering.steps_per_base = 10_000  # type: ignore[method-assign,assignment]
         options = {"strategy": "log", "compress": everstep.compress.TopK(0.01)}
     if "EVERSTEP_TIERS" not in os.environ:
-        options["tiers"] = [everstep.Disk(every="1h")]
+        memory = [everstep.Memory(slots=given.slots)] if given.slots else []
+        options["tiers"] = [*memory, everstep.Disk(every="1h")]
     run = everstep.guard(model, case.optimizer, dir=given.dir, linger="300s", keep=1, **options)
     replayed = [event for event in read_events(given.dir) if isinstance(event, Replayed)]
     said: dict[str, Any] = {"resumed_from": run.resumed_from}

@@ -52,18 +52,18 @@ def earlier(out: Path, part: str) -> dict[str, Entry]:
 
 
 def merge(old: Entry, new: Entry, made: dict[str, str]) -> Entry:
-    """A new entry over an old one. Methods that were not run again stay, and so does how they were made."""
+    """A new entry over an old one. Methods and lives that were not run again stay, and so does how they were made."""
     if "error" in new:
         return {**old, "error": f"{new['error']} ({made['date']})"}
     entry = {key: value for key, value in {**old, **new}.items() if key != "error"}
     entry["made"] = [made]
-    if "cells" in new:
-        cells, dates = old.get("cells", {}), old.get("dates", {})
-        found = {m: _with_longer(cells.get(m, {}), dates.get(m, ""), cell) for m, cell in new["cells"].items()}
-        entry["cells"] = {**cells, **found}
-        entry["dates"] = {**dates, **dict.fromkeys(new["cells"], made["date"])}
-        runs = (run for cell in entry["cells"].values() for run in cell.get("runs", ()))
-        used = {*entry["dates"].values(), *(run.get("date") for run in runs)}
+    for kind in {"cells", "lives"} & new.keys():
+        before, dates = old.get(kind, {}), old.get("dates", {})
+        found = {m: _with_longer(before.get(m, {}), dates.get(m, ""), one) for m, one in new[kind].items()}
+        entry[kind] = {**{m: one for m, one in before.items() if kind == "cells" or not one["error"]}, **found}
+        entry["dates"] = {**dates, **dict.fromkeys(new[kind], made["date"])}
+        runs = (run for one in entry[kind].values() for run in one.get("runs", ()))
+        used = {*(entry["dates"].get(m) for m in entry[kind]), *(run.get("date") for run in runs)}
         entry["made"] = [*(one for one in old.get("made", ()) if one["date"] in used and one != made), made]
     return entry
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ RECORDS = 100
 PARTS = ("process", "imports and device", "model", "load", "first step")
 MODELS = ("gpt2", "gpt2-xl")
 LARGE = ("gpt2-xl",)  # for which neither memory nor disk have room several times
+SLOTS, NODE_SLOTS = 2, 4  # of a large model: for its base with residuals, and for a part of it on each of some nodes
 
 
 @dataclass
@@ -113,44 +114,58 @@ class Node:
 Lives = Iterator[tuple[str, Life] | None]  # None: something has begun, or is ready; others may go on meanwhile
 
 
-def bench_recovery(names: list[str], scratch: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """First all lives that are to be lost begin, side by side; when all are ready, they are lost one after another."""
+def bench_recovery(
+    names: list[str], scratch: Path, deadline: float, method: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`method`: how names of ways begin; without it a large model has the first alone, for want of time."""
 
     def one(name: str) -> Iterator[dict[str, Any]]:
-        if time.monotonic() > deadline:
-            raise TimeoutError("no time was left")
+        chosen = [way for way in WAYS if way.startswith(tuple(method.split(";")))]
+        if not chosen:
+            raise SystemExit(f"no way begins with {method!r}; there are {'; '.join(WAYS)}")
+        if name in LARGE and not method:
+            chosen = chosen[:1]
         entry: dict[str, Any] = {"lives": {}, "whole": False}
-        begun: dict[str, Lives] = {}
-        for way in [_alone] if name in LARGE else [_alone, _by_records, _from_partner, _by_parity]:
-            root = scratch / f"{name}{way.__name__}"
-            root.mkdir()
-            begun[way.__name__.strip("_").replace("_", " ")] = way(name, root)
-        failed: list[str] = []
-        for _ in ("begin", "be ready"):
-            for what, lives in begun.items():
-                if what not in failed and (error := _advanced(lives)):
-                    entry["lives"][what] = asdict(Life(error=error))
-                    failed.append(what)
-        yield entry
-        for what, lives in begun.items():
-            try:
-                for found in lives:
-                    if found is not None:
-                        if found[1].resumed_from is None and not found[0].endswith(".load"):
-                            raise RuntimeError(f"{found[0]}: it began anew")
-                        entry["lives"][found[0]] = asdict(found[1])
-                        print(f"{name:10} {found[0]:26} {_line(found[1])}", flush=True)
-                        yield entry
-            except Exception as error:
-                traceback.print_exc()
-                entry["lives"][what] = asdict(Life(error=one_line(error)))
-            yield entry
+        if name not in LARGE and chosen[0] != DCP:
+            chosen = [way for way in chosen if way != DCP]  # the first has that file, too
+        for together in [[way] for way in chosen] if name in LARGE else [chosen]:
+            if time.monotonic() > deadline:
+                raise TimeoutError("no time was left")
+            yield from _lost_and_back(name, together, scratch, entry)
         yield {**entry, "whole": True}
 
     for name in names:
         yield from each(name, one)
-        for root in scratch.glob(f"{name}_*"):
-            shutil.rmtree(root, ignore_errors=True)
+
+
+def _lost_and_back(name: str, ways: list[str], scratch: Path, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """First all lives that are to be lost begin, side by side; when all are ready, they are lost one after another."""
+    begun: dict[str, Lives] = {}
+    for way in ways:
+        root = scratch / f"{name}-{way}"
+        root.mkdir()
+        begun[way] = WAYS[way](name, root)
+    failed: list[str] = []
+    for _ in ("begin", "be ready"):
+        for way, lives in begun.items():
+            if way not in failed and (error := _advanced(lives)):
+                entry["lives"][way] = asdict(Life(error=error))
+                failed.append(way)
+    yield entry
+    for way, lives in begun.items():
+        try:
+            for found in lives:
+                if found is not None:
+                    if found[1].resumed_from is None and not found[0].endswith(".load"):
+                        raise RuntimeError(f"{found[0]}: it began anew")
+                    entry["lives"][found[0]] = asdict(found[1])
+                    print(f"{name:10} {found[0]:26} {_line(found[1])}", flush=True)
+                    yield entry
+        except Exception as error:
+            traceback.print_exc()
+            entry["lives"][way] = asdict(Life(error=one_line(error)))
+        yield entry
+        shutil.rmtree(scratch / f"{name}-{way}", ignore_errors=True)
 
 
 def _advanced(lives: Lives) -> str:
@@ -167,7 +182,7 @@ def _alone(name: str, root: Path) -> Lives:
     """From memory, from the disk, and with the files of others."""
     node = Node(root, name)
     try:
-        others = ("torch.load",) if name in LARGE else ("torch.load", "dcp.load")
+        others = ("torch.load",) if name in LARGE else ("torch.load", DCP)
         node.start("bases", "--keep", *(f"--save={how}" for how in others))
         yield None
         node.life(time.time())
@@ -184,20 +199,40 @@ def _alone(name: str, root: Path) -> Lives:
             yield what, replace(node.life(killed), raw_s=raw_s)
         node.kill()
         node.end_keeper()
-        for how in others:
-            _drop(root / "peers")
-            killed = time.time()
-            node.start(how)
-            yield how, node.life(killed)
-            node.kill()
+        yield from _from_files(node, others)
     finally:
         node.stop()
+
+
+def _by_dcp(name: str, root: Path) -> Lives:
+    """For a model whose file would not fit beside that of torch.save."""
+    node = Node(root, name)
+    try:
+        node.start("bases", f"--save={DCP}")
+        yield None
+        node.life(time.time())
+        yield None
+        node.kill()
+        node.end_keeper()
+        yield from _from_files(node, (DCP,))
+    finally:
+        node.stop()
+
+
+def _from_files(node: Node, others: tuple[str, ...]) -> Lives:
+    for how in others:
+        _drop(node.root / "peers")
+        killed = time.time()
+        node.start(how)
+        yield how, node.life(killed)
+        node.kill()
 
 
 def _by_records(name: str, root: Path) -> Lives:
     node = Node(root, name)
     try:
-        node.start("log", "--keep", "--steps", str(RECORDS))
+        slots = ["--slots", str(SLOTS)] if name in LARGE else []
+        node.start("log", "--keep", "--steps", str(RECORDS), *slots)
         yield None
         node.life(time.time())
         yield None
@@ -205,7 +240,7 @@ def _by_records(name: str, root: Path) -> Lives:
         node.end_keeper()
         _drop(node.directory)
         killed = time.time()
-        node.start("log")
+        node.start("log", *slots)
         yield f"disk, base and {RECORDS} records", node.life(killed)
     finally:
         node.stop()
@@ -221,7 +256,9 @@ def _by_parity(name: str, root: Path) -> Lives:
 
 def _from_nodes(what: str, tiers: str, world: int, name: str, root: Path) -> Lives:
     """The last of some nodes is lost with all that it had; all share one device, and meet over gloo."""
-    nodes = [Node(root, name, f"{tiers[:4].lower()}{rank}", {"EVERSTEP_TIERS": tiers}) for rank in range(world)]
+    memory = f"Memory(slots={NODE_SLOTS}), " if name in LARGE else ""
+    environment = {"EVERSTEP_TIERS": memory + tiers}
+    nodes = [Node(root, name, f"{tiers[:4].lower()}{rank}", environment) for rank in range(world)]
 
     def begin(*words: str) -> None:
         port = free_port()
@@ -245,6 +282,12 @@ def _from_nodes(what: str, tiers: str, world: int, name: str, root: Path) -> Liv
     finally:
         for node in nodes:
             node.stop()
+
+
+DCP = "dcp.load"
+WAYS: dict[str, Callable[[str, Path], Lives]] = {
+    "alone": _alone, DCP: _by_dcp, "records": _by_records, "partner": _from_partner, "parity": _by_parity
+}  # fmt: skip
 
 
 def _drop(folder: Path) -> None:
