@@ -30,7 +30,7 @@ RECORDS = 100
 PARTS = ("process", "imports and device", "model", "load", "first step")
 MODELS = ("gpt2", "gpt2-xl")
 LARGE = ("gpt2-xl",)  # for which neither memory nor disk have room several times
-SLOTS, NODE_SLOTS = 2, 4  # of a large model: for its base with residuals, and for a part of it on each of some nodes
+SLOTS, NODE_SLOTS = 2, 3  # of a large model: for its base with residuals, and for a part of it on each of some nodes
 
 
 @dataclass
