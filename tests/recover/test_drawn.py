@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lives import MeetingPlace, run_directory, way_to
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+import everstep
+from everstep.capture.drawn import Drawn
 from everstep.capture.extras import random_state, set_random_state
 from everstep.capture.position import Feed
-from everstep.errors import Mismatch
+from everstep.errors import BadConfig, Mismatch
 
 COUNT = 24
 
@@ -268,3 +277,187 @@ def test_what_older_programs_have_saved_is_gone_on_with() -> None:
     position = feed.position()
     del position["order"], position["shuffle"]
     Feed(DataLoader(Noisy(), 4, shuffle=True), 0, 1).restore(position)
+
+
+# -- what an index may be
+
+
+@dataclass
+class Pair:
+    index: int
+
+
+class Tricky:
+    def tolist(self) -> Any:
+        raise ValueError("no list")
+
+    tobytes = tolist
+
+
+def endless() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def orders_of(*indices: Any) -> list[int | None]:
+    drawn = Drawn(indices, seed=None)
+    assert len(list(drawn)) == len(indices)
+    return list(drawn.orders)
+
+
+@pytest.mark.parametrize(
+    "index", [Pair(1), Name(1), Tricky(), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), endless(),
+              np.array([Name(1), "a"])],
+    ids=["dataclass", "object", "tricky", "sparse", "meta", "endless", "addresses"],
+)  # fmt: skip
+def test_an_index_that_cannot_be_compared_ends_what_is_known_and_not_the_pass(index: Any) -> None:
+    first, second, third, last = orders_of(1, 2, index, 4)[:4]
+    assert None not in (first, second, third) and last is None
+
+
+DIFFERENT: list[tuple[Any, Any]] = [
+    (1, 2), ([1, 2], [2, 1]), ((1, "a"), (1, "b")), ({"a": 1}, {"a": 2}), ({1}, {2}), (b"a", b"b"),
+    (np.int64(1), np.int64(2)), (np.arange(3), np.arange(3)[::-1]), (np.arange(4), np.arange(4).reshape(2, 2)),
+    (torch.arange(3), torch.arange(3).flip(0)), ([torch.tensor(1)], [torch.tensor(2)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_indices_that_differ_are_told_apart(one: Any, other: Any) -> None:
+    assert orders_of(one)[-1] not in (None, orders_of(other)[-1])
+    assert orders_of(one) == orders_of(one)
+
+
+def test_what_lies_in_a_set_has_the_same_order_in_every_process() -> None:
+    program = (
+        "from everstep.capture.drawn import Drawn; drawn = Drawn([{'a', 'b', 'c', 'd'}], seed=None); list(drawn); "
+        "print(list(drawn.orders))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": str(seed)}, capture_output=True,
+            text=True, check=True,
+        ).stdout
+        for seed in (1, 2, 3)
+    }  # fmt: skip
+    assert len(said) == 1 and "None" not in said.pop()
+
+
+# -- loaders with ways of their own
+
+
+class Lazily(DataLoader[Any]):
+    """Asks its sampler when it is asked for its first batch."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [3, 8])
+def test_a_loader_whose_iterator_is_a_generator_goes_on_where_it_was(workers: int, taken: int) -> None:
+    undisturbed, again = gone_on(lambda: Lazily(Noisy(), 4, shuffle=True, num_workers=workers), taken, 6)
+    assert [names([one]) for one in undisturbed] == [names([one]) for one in again]
+
+
+class Broken(Noisy):
+    def __getitem__(self, index: Any) -> Tensor:
+        if int(index) == 5:
+            raise OSError("a file cannot be read")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_could_not_be_made_counts_as_one_that_was_taken(workers: int) -> None:
+    def next_of(feed: Feed) -> list[int]:
+        try:
+            return names([feed.next_batch().tolist()])
+        except OSError:
+            return names([feed.next_batch().tolist()])
+
+    feed = Feed(DataLoader(Broken(), 4, num_workers=workers), 0, 1)
+    assert [next_of(feed) for _ in range(3)][1:] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    other = Feed(DataLoader(Broken(), 4, num_workers=workers), 0, 1)
+    other.restore(feed.position())
+    assert next_of(other) == [16, 17, 18, 19] == next_of(feed)
+
+
+def test_workers_whose_batches_come_in_any_order_are_refused(tmp_path: Path) -> None:
+    loader = DataLoader(Noisy(), 4, num_workers=2, in_order=False)
+    model = torch.nn.Linear(4, 1)
+    with pytest.raises(BadConfig, match="in_order=False"):
+        everstep.guard(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, dir=tmp_path / "run")
+
+
+def test_after_another_number_of_ranks_a_loader_that_knows_its_place_is_asked_for_it_again() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def feed(rank: int, ranks: int) -> Feed:
+        sampler: Any = DistributedSampler(Noisy(), ranks, rank)
+        return Feed(stateful(Noisy(), 2, sampler=sampler, num_workers=2, persistent_workers=True), rank, ranks)
+
+    both = [feed(rank, 2) for rank in range(2)]
+    taken = [name for one in both for name in names(batches(one, 1))]
+    positions = [one.position() for one in both]
+    alone = feed(0, 1)
+    alone.restore(positions[0], positions)
+    assert sorted(taken + rest_of_pass(alone)) == list(range(COUNT))
+    batches(alone, 3)
+    position, undisturbed = alone.position(), rest_of_pass(alone)
+    again = feed(0, 1)
+    again.restore(position)
+    assert rest_of_pass(again) == undisturbed and len(undisturbed) == COUNT - 6
+
+
+# -- ranks of which one draws otherwise
+
+PROGRAM = """
+import os, random, signal, sys, torch, everstep
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+everstep.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+torch.manual_seed(0), random.seed(rank)
+class Own(Sampler):
+    def __len__(self):
+        return 40
+    def __iter__(self):
+        for _ in range(40):
+            yield random.randrange(40)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+run = everstep.guard(model, optimizer, DataLoader(torch.randn(40, 4), 2, sampler=Own()), dir=sys.argv[1])
+for batch in run:
+    model(batch).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 1 and run.step == 3:
+        random.random()  # which its sampler will not see when it draws again
+    if run.step == 5 and rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_one_rank_refuses_all_do_with_its_reason_and_the_step_is_not_blamed(tmp_path: Path) -> None:
+    def life(directory: Path) -> list[subprocess.CompletedProcess[str]]:
+        place = MeetingPlace()
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(directory)], stderr=subprocess.PIPE, text=True,
+                env={**os.environ, **way_to(place.port), "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            said = [rank.communicate(timeout=60)[1] for rank in ranks]
+        finally:
+            place.close()
+        return [subprocess.CompletedProcess([], rank.returncode, "", words) for rank, words in zip(ranks, said)]
+
+    with run_directory() as directory:
+        assert life(directory)[0].returncode == -signal.SIGKILL
+        first, second = life(directory)
+        assert "Mismatch: on rank 1: the pass under way cannot be gone on with" in first.stderr, first.stderr
+        assert "Mismatch: the pass under way cannot be gone on with" in second.stderr, second.stderr
+        assert not (directory / "attempt.json").exists() and not list(directory.rglob("*attempt*"))

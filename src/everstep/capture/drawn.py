@@ -16,6 +16,7 @@ import copy
 import itertools
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ class Drawn:
     Samplers draw their seed when their first item is asked for, which must happen with the random state of that
     moment: `drop` asks for what is skipped, and is called once the loader's iterator stands. `begin`, if given, sets
     that state just before. Persistent workers keep the sampler with which they began, so this may serve many passes.
+    A loader may ask in a thread of its own.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Drawn:
         self._iterator: Iterator[Any] = iter(())
         self._digest: xxhash.xxh3_64 | None = None
         self.orders: deque[int | None] = deque()  # up to what was taken, and up to each that was drawn ahead
+        self.is_begun = False  # a loader may not ask at once, and then it never asks here
+        self._dropping = threading.Lock()
 
     def __iter__(self) -> Iterator[Any]:
-        self._digest = xxhash.xxh3_64()
+        self.is_begun, self._digest = True, xxhash.xxh3_64()
         self.orders = deque([self._order()])
         if self._begin is None:
             self._iterator = iter(self._source)
@@ -53,7 +57,7 @@ class Drawn:
         return len(self._source)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_source"], name)  # loaders of other classes ask for a batch_size, say
+        return getattr(self.__dict__.get("_source"), name)  # loaders of other classes ask for a batch_size, say
 
     def _rest(self) -> Iterator[Any]:
         self.drop()
@@ -65,15 +69,17 @@ class Drawn:
             number += 1
 
     def drop(self) -> None:
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            begin()
-            self._iterator = iter(self._source)
-        skip, self._skip = self._skip, 0
-        for index in itertools.islice(self._iterator, skip):
-            self._note(index)
-            self.orders[0] = self._order()
-        self._number += skip
+        with self._dropping:
+            if self._begin is not None:
+                begin, self._begin = self._begin, None
+                begin()
+                self._iterator = iter(self._source)
+            skip, self._skip = self._skip, 0
+            for index in itertools.islice(self._iterator, skip):
+                self._note(index)
+            if skip:
+                self.orders[0] = self._order()
+            self._number += skip
 
     def taken(self) -> None:
         """A batch more was; one that was not drawn here (a loader with a way of its own) ends what is known."""
@@ -84,11 +90,16 @@ class Drawn:
         return None if self._digest is None else int(self._digest.intdigest())
 
     def _note(self, index: Any) -> None:
-        if self._digest is not None:
-            try:
-                self._digest.update(_INDICES.encode(index))
-            except (TypeError, ValueError, OverflowError, AttributeError):
-                self._digest = None  # an object of the program's own
+        if self._digest is None:
+            return
+        try:
+            told = _INDICES.encode(index) if _is_known(index) else None
+        except Exception:  # of a tensor that has no values, say, or of a list that has itself in it
+            told = None
+        if told is None:
+            self._digest = None
+        else:
+            self._digest.update(told)
 
 
 class Rest:
@@ -130,7 +141,31 @@ def divide(sampler: Any, ranks: int, rank: int) -> None:
 
 
 _WORD = 2**64 - 1
-_INDICES = msgspec.msgpack.Encoder(enc_hook=lambda value: value.tolist())  # of tensors, and of what NumPy has
+_PLAIN = {int, str, float, bool, bytes, type(None)}
+
+
+def _is_known(index: Any) -> bool:
+    """Whether it is the same in every process; an object of the program's own may have anything in it."""
+    if type(index) in _PLAIN:
+        return True
+    if isinstance(index, (list, tuple, set, frozenset)):
+        return _PLAIN.issuperset(map(type, index)) or all(map(_is_known, index))
+    if type(index) is dict:
+        return all(map(_is_known, index)) and all(map(_is_known, index.values()))
+    return hasattr(index, "tobytes") or hasattr(index, "untyped_storage")  # of NumPy, and tensors
+
+
+def _values(held: Any) -> Any:
+    """A number, or what an array has in it: to make a list of it takes longer than to read many a sample."""
+    if not held.shape:
+        return held.tolist()
+    array = held.numpy() if hasattr(held, "numpy") else held
+    if array.dtype.hasobject:
+        raise TypeError("its bytes are addresses")
+    return str(array.dtype), array.shape, array.tobytes()
+
+
+_INDICES = msgspec.msgpack.Encoder(enc_hook=_values, order="deterministic")
 
 
 class _Numbered:

@@ -187,7 +187,8 @@ class Feed:
             differing.append(
                 f"the sampler gives another order in pass {self.epoch} than it gave: it draws from a random state that "
                 "the loop draws from too, keeps something from pass to pass, or was changed. Give it a generator of "
-                "its own, and make its order a function of set_epoch()"
+                "its own, and make its order a function of set_epoch(). (If it draws as it goes, remembers nothing of "
+                "that, and the loader has no workers, strict=False goes on exactly)"
             )
             if strict:
                 raise Mismatch(_ANOTHER_PASS, differing[-1:])
@@ -273,7 +274,7 @@ class Feed:
         if self._iterator is None:
             self._set_epoch()
             standing = getattr(self.loader, "_iterator", None)  # persistent workers, who draw no new seed
-            goes_on = standing is not None and getattr(standing, "_index_sampler", None) is self._drawn
+            goes_on = self._drawn is not None and getattr(standing, "_index_sampler", None) is self._drawn
             self._began = self._beginning(standing=goes_on)
             self._course = course_of(self.loader, self.rank, self.world)
             if self._seats != self.world:
@@ -289,12 +290,21 @@ class Feed:
 
     def next_batch(self) -> Any:
         """The next batch, or StopIteration at the end of a pass."""
-        batch = next(self.begin_pass())
+        iterator = self.begin_pass()
+        try:
+            batch = next(iterator)
+        except Exception as error:
+            if not isinstance(error, StopIteration) and self.kind == "sampled":
+                self._taken()  # a loop that goes on gets the one after it
+            raise
+        self._taken()
+        return batch
+
+    def _taken(self) -> None:
         self._batches += 1
         self._samples += self.batch_samples
         if self._drawn is not None:
             self._drawn.taken()
-        return batch
 
     def end_pass(self) -> None:
         """BadConfig at the second pass in a row that gave nothing: no number of passes would give any."""
@@ -343,15 +353,23 @@ class Feed:
         return int(xxhash.xxh3_64_intdigest(b"".join([*states, f"{self.epoch} {seat}".encode()])))
 
     def _draw(self, **begun: Any) -> Iterator[Any]:
-        """A pass of a plain DataLoader's own sampler, begun as `Drawn` is."""
-        self._drawn = Drawn(self._index_sampler(), seed=self._seed_of(self.rank), **begun)
-        return self._iterate_over(self._drawn)
+        """A pass of a plain DataLoader's own sampler, begun as `Drawn` is.
+
+        A subclass whose __iter__ is a generator asks its sampler when it is asked itself, and then for its own.
+        """
+        self._drawn = drawn = Drawn(self._index_sampler(), seed=self._seed_of(self.rank), **begun)
+        iterator = self._iterate_over(drawn)
+        if drawn.is_begun:
+            return iterator
+        self._drawn = None
+        return self._read_again()
 
     def _over_seats(self, taken: int) -> Iterator[Any]:
         """What is left of a pass after so many global samples, of all seats of this rank."""
         if self._seats == self.world:
-            self._drawn = self._rest_of(self._distributed, self.rank, taken)  # which hears of the next pass
-            return self._iterate_over(self._drawn)
+            rest = self._rest_of(self._distributed, self.rank, taken)  # which hears of the next pass
+            self._drawn = rest if isinstance(rest, Drawn) else None
+            return self._iterate_over(rest)
         iterators = []
         for seat in self._mine:
             sampler = copy.copy(self._distributed)
@@ -360,17 +378,19 @@ class Feed:
             iterators.append(self._iterate_over(rest, alone=len(self._mine) == 1))
         return iterators[0] if len(iterators) == 1 else map(joined, zip(*iterators, strict=True))
 
-    def _rest_of(self, sampler: Any, seat: int, taken: int) -> Drawn:
+    def _rest_of(self, sampler: Any, seat: int, taken: int) -> Any:
         source: Any = Rest(sampler, taken)
         if self.loader.batch_sampler is not None:
             batches = copy.copy(self.loader.batch_sampler)
             batches.sampler, source = source, batches
+        if _kind(self.loader) != "sampled":
+            return source  # persistent workers keep it for passes in which a loader that knows its place counts by it
         return Drawn(source, seed=self._seed_of(seat), first=self._batches)
 
     def _index_sampler(self) -> Any:
         return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
 
-    def _iterate_over(self, drawn: Drawn, *, alone: bool = True) -> Iterator[Any]:
+    def _iterate_over(self, samples: Any, *, alone: bool = True) -> Iterator[Any]:
         """iter(loader) with its sampler replaced for the moment in which the iterator takes hold of it.
 
         `alone`: no other iterator of this loader is in use; persistent workers serve one at a time.
@@ -379,12 +399,13 @@ class Feed:
         loader._iterator = None  # persistent workers would go on with the sampler that they had
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         original = getattr(loader, name)
-        object.__setattr__(loader, name, drawn)
+        object.__setattr__(loader, name, samples)
         try:
             iterator = iter(loader)
         finally:
             object.__setattr__(loader, name, original)
-        drawn.drop()
+        if isinstance(samples, Drawn) and samples.is_begun:
+            samples.drop()
         return cast(Iterator[Any], iterator)
 
 

@@ -99,9 +99,7 @@ def _try(
             if limit is not None:
                 return limit
         state.restore_rest(found.latest, is_record=found.chain is not None, strict=strict)
-        if feed is not None and found.latest.extras["position"] is not None:
-            stood = [one for one in found.latest.positions if one is not None]
-            differing += feed.restore(found.latest.extras["position"], stood, strict=strict)
+        differing += _placed(found, feed, place, strict=strict)
     except Mismatch:
         if place.rank == 0:
             clear_attempt(sources, emit)  # the program is to blame, not the checkpoint
@@ -116,6 +114,24 @@ def _try(
     if unused:
         emit(Degraded(what="the optimizer goes on with the settings that it had", reason="; ".join(unused)))
     return None
+
+
+def _placed(found: Found, feed: Feed | None, place: Topology, *, strict: bool) -> list[str]:
+    """Where the data stands. What one rank refuses all do: others would wait for it, and know no reason."""
+    differing, refusal = list[str](), None
+    if feed is not None and found.latest.extras["position"] is not None:
+        stood = [one for one in found.latest.positions if one is not None]
+        try:
+            differing = feed.restore(found.latest.extras["position"], stood, strict=strict)
+        except Mismatch as error:
+            refusal = error
+    told = [answer.decode() for answer in topology.exchange(str(refusal or "").encode(), place)]
+    if refusal is not None:
+        raise refusal
+    rank = next((rank for rank, words in enumerate(told) if words), None)
+    if rank is not None:
+        raise Mismatch(f"on rank {rank}: {told[rank]}")
+    return differing
 
 
 def _passed_over(found: Found, differing: list[str], place: Topology, emit: Sink) -> int:
