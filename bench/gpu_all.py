@@ -43,7 +43,7 @@ class Unit:
 
 UNITS = (
     Unit("frequency", MODELS_S["gpt2-xl"], ("gpt2-xl",)),
-    Unit("frequency", 640.0, tuple(name for name in MODELS_S if name != "gpt2-xl")),
+    Unit("frequency", 660.0, tuple(name for name in MODELS_S if name != "gpt2-xl")),
     Unit("recovery", 330.0),
     Unit("exact", 60.0),
     Unit("paced", 90.0),

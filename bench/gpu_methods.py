@@ -31,6 +31,7 @@ from everstep.keeper.pace import OUTPACED
 FIRST_BASE_S = 90.0  # for the largest state on a slow disk
 RING_S = 30.0  # for the records of the last steps to be written
 REPLICA_S = 15.0  # until it is there: its process loads torch
+STILL_S = 1.0  # that it says nothing new: more than one of its steps takes
 CHAIN_S = 1.0  # of a block of whole gradients: longer than the ring of most models
 WARM_STEPS, WARM_RECORDS = 8, 5  # before anything is timed: of most, and where a record takes the disk a while
 LARGE_RECORD_BYTES = 10**9
@@ -365,11 +366,12 @@ class Replica(Everstep):
             time.sleep(0.02)
 
     def plain(self, steps: int) -> float:
-        """When it has nothing left to do: beside what it did, steps of BERT-large took 94 and 100 ms instead of 71."""
-        before = -1
-        while (behind := self._behind_now()) not in (0, before):  # or waits for a base
-            before = behind
-            time.sleep(0.5)
+        """When it has nothing left to do, or waits for a base: beside it BERT-large took 94 ms a step instead of 71."""
+        before, since = -1, time.monotonic()
+        while (behind := self._behind_now()) and time.monotonic() - since < STILL_S:
+            if behind != before:
+                before, since = behind, time.monotonic()
+            time.sleep(0.05)
         return super().plain(steps)
 
     def _behind_now(self) -> int:

@@ -126,7 +126,7 @@ def bench_recovery(
         if name in LARGE and not method:
             chosen = chosen[:1]
         entry: dict[str, Any] = {"lives": {}, "whole": False}
-        if name not in LARGE and chosen[0] != DCP:
+        if name not in LARGE and "alone" in chosen:
             chosen = [way for way in chosen if way != DCP]  # the first has that file, too
         for together in [[way] for way in chosen] if name in LARGE else [chosen]:
             if time.monotonic() > deadline:

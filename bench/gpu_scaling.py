@@ -27,7 +27,7 @@ STATES = {
     **{f"{count} tensors": (count, 1.0) for count in (64, 1024, 16384)},
     "20 GB": (256, 20.0),
 }  # tensors, GB
-MANY, MANY_TIMES = 10_000, 4  # tensors, that keep a host so busy that captures are told apart only by more of them
+MANY, MANY_TIMES = 10_000, 2  # tensors, that keep a host so busy that captures are told apart only by more of them
 STAND_IN = 0.01  # of the bytes, without a device
 # Of a kernel. A queue has room for a thousand launches: whoever launches more waits in the driver, and nobody else can
 # launch a copy beside it. Products instead of it differed by 20 ms in 600 among themselves.

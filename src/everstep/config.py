@@ -130,12 +130,6 @@ def check_kinds(loader: object, scheduler: object, **given: tuple[object, type])
             raise BadConfig(f"{name} takes an object, not the class {value.__name__}; make one: {value.__name__}(...)")
     if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise BadConfig(f"loader must be something to iterate, or None for loops that call run.done(), not {loader!r}")
-    is_ordered = getattr(loader, "in_order", True) or getattr(loader, "num_workers", 0) < 2
-    if not is_ordered and not hasattr(loader, "state_dict"):
-        raise BadConfig(
-            "the loader has in_order=False and several workers: nobody can know which samples a pass has taken, and a "
-            "resumed one would repeat some and leave others out. Leave in_order out, or use a StatefulDataLoader"
-        )
     for name, (value, kind) in given.items():
         if value is not None and not isinstance(value, kind):
             wanted, way = _TAKES[name]

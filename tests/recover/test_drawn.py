@@ -17,7 +17,7 @@ import pytest
 import torch
 from lives import MeetingPlace, run_directory, way_to
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, get_worker_info
 
 import everstep
 from everstep.capture.drawn import Drawn
@@ -255,8 +255,18 @@ def test_whoever_is_not_strict_reads_on_and_is_told() -> None:
 @pytest.mark.parametrize("how", ["of NumPy", "tensors", "pairs", "objects"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_indices_of_any_kind_reach_the_data_as_they_are(how: str, workers: int) -> None:
-    undisturbed, again = gone_on(of(how, workers), 4, 6)
-    assert undisturbed == again
+    seen: list[Any] = []
+
+    class Seeing(Noisy):
+        def __getitem__(self, index: Any) -> Tensor:
+            if get_worker_info() is None:
+                seen.append(type(index))
+            return super().__getitem__(index)
+
+    undisturbed, again = gone_on(lambda: DataLoader(Seeing(), 4, sampler=Own(how), num_workers=workers), 4, 6)
+    assert undisturbed == again and names(undisturbed) == [*range(16, COUNT), *range(16)]
+    kinds = {"of NumPy": np.int64, "tensors": Tensor, "pairs": tuple, "objects": Name}
+    assert set(seen) == (set() if workers else {kinds[how]})
 
 
 def test_a_distributed_sampler_of_another_seed_is_refused_in_the_middle_of_a_pass_only() -> None:
@@ -312,8 +322,8 @@ def orders_of(*indices: Any) -> list[int | None]:
     ids=["dataclass", "object", "tricky", "sparse", "meta", "endless", "addresses"],
 )  # fmt: skip
 def test_an_index_that_cannot_be_compared_ends_what_is_known_and_not_the_pass(index: Any) -> None:
-    first, second, third, last = orders_of(1, 2, index, 4)[:4]
-    assert None not in (first, second, third) and last is None
+    none, first, second, *unknown = orders_of(1, 2, index, 4)
+    assert None not in (none, first, second) and unknown == [None, None]
 
 
 DIFFERENT: list[tuple[Any, Any]] = [
@@ -356,9 +366,37 @@ class Lazily(DataLoader[Any]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [3, 8])
-def test_a_loader_whose_iterator_is_a_generator_goes_on_where_it_was(workers: int, taken: int) -> None:
-    undisturbed, again = gone_on(lambda: Lazily(Noisy(), 4, shuffle=True, num_workers=workers), taken, 6)
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_loader_whose_iterator_is_a_generator_goes_on_where_it_was(
+    distributed: bool, workers: int, taken: int
+) -> None:
+    def make() -> Any:
+        order = {"sampler": DistributedSampler(Noisy(), 1, 0)} if distributed else {"shuffle": True}
+        return Lazily(Noisy(), 4, num_workers=workers, **order)
+
+    undisturbed, again = gone_on(make, taken, 6)
     assert [names([one]) for one in undisturbed] == [names([one]) for one in again]
+
+
+def test_its_persistent_workers_stay_from_pass_to_pass() -> None:
+    loader = Lazily(Noisy(), 4, num_workers=1, persistent_workers=True)
+    feed = Feed(loader, 0, 1)
+    rest_of_pass(feed)
+    before = loader._iterator
+    rest_of_pass(feed)
+    assert before is not None and loader._iterator is before
+
+
+class Later(DataLoader[Any]):
+    """Its iterator is nobody's generator, and asks as late."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return (batch for batch in [super()] for batch in batch.__iter__())
+
+
+def test_a_loader_that_asks_late_in_another_way_is_refused_at_once() -> None:
+    with pytest.raises(BadConfig, match="the __iter__ of Later does not ask its sampler at once"):
+        Feed(Later(Noisy(), 4), 0, 1).next_batch()
 
 
 class Broken(Noisy):

@@ -83,7 +83,10 @@ class Drawn:
 
     def taken(self) -> None:
         """A batch more was; one that was not drawn here (a loader with a way of its own) ends what is known."""
-        self.orders.popleft() if len(self.orders) > 1 else self.orders.clear()
+        if len(self.orders) > 1:
+            self.orders.popleft()
+        else:
+            self.orders.clear()
 
     def _order(self) -> int | None:
         """Of all that was drawn; None if it cannot be told from another."""

@@ -8,7 +8,8 @@ state with which the pass began, and the loader's own state where it keeps one. 
 - `sampled`: a plain DataLoader over a map-style dataset: its sampler is run again and its first batches are dropped
   before any sample is read. With a DistributedSampler the cut is made in the global order, so that another number of
   ranks continues where this one stopped.
-- `opaque`: any other iterable: the first batches are read and thrown away. With another number of ranks a stream of
+- `opaque`: any other iterable, and a DataLoader whose __iter__ is a generator, which asks its sampler when nobody of us
+  is near: the first batches are read and thrown away. With another number of ranks a stream of
   Hugging Face goes on as `stream` says, and others do not.
 
 Seats: what a rank reads is the data of a seat, and at first there is one for each rank. Where ranks are lost and the
@@ -44,9 +45,9 @@ def _kind(loader: Any) -> str:
         return "opaque"  # StatefulDataLoader would read it again too, but loses count when it is resumed twice
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return "stateful"
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return "sampled"
-    return "opaque"
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return "opaque"
+    return "opaque" if inspect.isgeneratorfunction(type(loader).__iter__) else "sampled"
 
 
 def _forgetful(dataset: Any) -> bool:
@@ -83,7 +84,14 @@ class Feed:
         self._began: dict[str, Any] | None = None
         self._course: Course | None = None  # of a stream: how this pass was divided when it, or this life, began
         sampler = getattr(loader, "sampler", None) if isinstance(loader, DataLoader) else None
-        self._distributed = sampler if isinstance(sampler, DistributedSampler) else None
+        is_divided = isinstance(sampler, DistributedSampler) and self.kind != "opaque"
+        self._distributed = sampler if is_divided else None
+        if self.kind == "sampled" and loader.num_workers > 1 and not getattr(loader, "in_order", True):
+            raise BadConfig(
+                "the loader has in_order=False and several workers: nobody can know which samples a pass has taken, "
+                "and a resumed one would repeat some and leave others out. Leave in_order out, or use a "
+                "StatefulDataLoader"
+            )
         self._batch_samples = 1
         if sampler is not None and loader.batch_sampler is not None:
             self._batch_samples = getattr(loader.batch_sampler, "batch_size", 1)
@@ -104,6 +112,7 @@ class Feed:
             "epoch": self.epoch,
             "batches": self._batches,
             "batch": self._batch,
+            # The rest of a pass that was divided begins anew for each life; `shuffle` says what its order follows from.
             "order": [] if self._drawn is None or self._distributed is not None else list(self._drawn.orders),
             "shuffle": self._shuffle,
             "of": self._of,
@@ -293,8 +302,10 @@ class Feed:
         iterator = self.begin_pass()
         try:
             batch = next(iterator)
-        except Exception as error:
-            if not isinstance(error, StopIteration) and self.kind == "sampled":
+        except StopIteration:
+            raise
+        except Exception:
+            if self.kind == "sampled":
                 self._taken()  # a loop that goes on gets the one after it
             raise
         self._taken()
@@ -353,16 +364,9 @@ class Feed:
         return int(xxhash.xxh3_64_intdigest(b"".join([*states, f"{self.epoch} {seat}".encode()])))
 
     def _draw(self, **begun: Any) -> Iterator[Any]:
-        """A pass of a plain DataLoader's own sampler, begun as `Drawn` is.
-
-        A subclass whose __iter__ is a generator asks its sampler when it is asked itself, and then for its own.
-        """
-        self._drawn = drawn = Drawn(self._index_sampler(), seed=self._seed_of(self.rank), **begun)
-        iterator = self._iterate_over(drawn)
-        if drawn.is_begun:
-            return iterator
-        self._drawn = None
-        return self._read_again()
+        """A pass of a plain DataLoader's own sampler, begun as `Drawn` is."""
+        self._drawn = Drawn(self._index_sampler(), seed=self._seed_of(self.rank), **begun)
+        return self._iterate_over(self._drawn)
 
     def _over_seats(self, taken: int) -> Iterator[Any]:
         """What is left of a pass after so many global samples, of all seats of this rank."""
@@ -404,7 +408,13 @@ class Feed:
             iterator = iter(loader)
         finally:
             object.__setattr__(loader, name, original)
-        if isinstance(samples, Drawn) and samples.is_begun:
+        if isinstance(samples, Drawn):
+            if not samples.is_begun:
+                raise BadConfig(
+                    f"the __iter__ of {type(loader).__name__} does not ask its sampler at once, so nobody can say "
+                    "where it stands: make __iter__ a generator itself, or give the loader state_dict and "
+                    "load_state_dict"
+                )
             samples.drop()
         return cast(Iterator[Any], iterator)
 
