@@ -99,7 +99,7 @@ def _try(
             if limit is not None:
                 return limit
         state.restore_rest(found.latest, is_record=found.chain is not None, strict=strict)
-        differing += _placed(found, feed, place, strict=strict)
+        placed = _place(found, feed, strict=strict)
     except Mismatch:
         if place.rank == 0:
             clear_attempt(sources, emit)  # the program is to blame, not the checkpoint
@@ -108,6 +108,7 @@ def _try(
         if place.rank == 0:
             note_attempt(sources, found.latest.step, emit, error=f"{type(error).__name__}: {error}")
         raise
+    differing += _agreed(placed, sources, place, emit)
     if differing:
         emit(Degraded(what="loaded with strict=False", reason="; ".join(differing)))
     unused = state.unused_settings(found.latest)
@@ -116,22 +117,29 @@ def _try(
     return None
 
 
-def _placed(found: Found, feed: Feed | None, place: Topology, *, strict: bool) -> list[str]:
-    """Where the data stands. What one rank refuses all do: others would wait for it, and know no reason."""
-    differing, refusal = list[str](), None
-    if feed is not None and found.latest.extras["position"] is not None:
-        stood = [one for one in found.latest.positions if one is not None]
-        try:
-            differing = feed.restore(found.latest.extras["position"], stood, strict=strict)
-        except Mismatch as error:
-            refusal = error
+def _place(found: Found, feed: Feed | None, *, strict: bool) -> list[str] | Mismatch:
+    """Let the data stand where they stood: how they differ, or why this rank refuses."""
+    if feed is None or found.latest.extras["position"] is None:
+        return []
+    stood = [one for one in found.latest.positions if one is not None]
+    try:
+        return feed.restore(found.latest.extras["position"], stood, strict=strict)
+    except Mismatch as error:
+        return error
+
+
+def _agreed(placed: list[str] | Mismatch, sources: Sources, place: Topology, emit: Sink) -> list[str]:
+    """What one rank refuses all do: others would wait for it, and know no reason."""
+    refusal = placed if isinstance(placed, Mismatch) else None
     told = [answer.decode() for answer in topology.exchange(str(refusal or "").encode(), place)]
-    if refusal is not None:
-        raise refusal
     rank = next((rank for rank, words in enumerate(told) if words), None)
+    if rank is not None and place.rank == 0:
+        clear_attempt(sources, emit)  # the program is to blame, not the checkpoint
+    if isinstance(placed, Mismatch):
+        raise placed
     if rank is not None:
         raise Mismatch(f"on rank {rank}: {told[rank]}")
-    return differing
+    return placed
 
 
 def _passed_over(found: Found, differing: list[str], place: Topology, emit: Sink) -> int:
